@@ -1,0 +1,66 @@
+"""kvfun: immutable, functional key/value caches for MLX. A cache is a value.
+
+>>> import kvfun, mlx.core as mx
+>>> k = v = mx.random.normal((1, 2, 5, 64))
+>>> cache = kvfun.append(kvfun.empty("kv4"), k, v)
+>>> kvfun.offsets(cache), kvfun.offsets(kvfun.rollback(cache, 2))
+((5,), (3,))
+"""
+
+from . import codecs, errors, geometry, kernels, tree
+from .caches import (
+    KV,
+    append,
+    attend,
+    batch_size,
+    concat,
+    convert,
+    empty,
+    fetch,
+    fork,
+    mask,
+    max_rollback,
+    nbytes,
+    offsets,
+    rollback,
+    size,
+    stack,
+    take,
+    unstack,
+)
+from .codecs import Codec
+from .errors import KVFunError
+from .record import record, replace, static
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "KV",
+    "Codec",
+    "KVFunError",
+    "append",
+    "attend",
+    "batch_size",
+    "codecs",
+    "concat",
+    "convert",
+    "empty",
+    "errors",
+    "fetch",
+    "fork",
+    "geometry",
+    "kernels",
+    "mask",
+    "max_rollback",
+    "nbytes",
+    "offsets",
+    "record",
+    "replace",
+    "rollback",
+    "size",
+    "stack",
+    "static",
+    "take",
+    "tree",
+    "unstack",
+]

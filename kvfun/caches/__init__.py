@@ -1,0 +1,45 @@
+"""The records and their verbs."""
+
+from ._kv import KV, Layout, empty
+from ._verbs import (
+    append,
+    attend,
+    batch_size,
+    concat,
+    convert,
+    fetch,
+    fork,
+    join,
+    mask,
+    max_rollback,
+    nbytes,
+    offsets,
+    rollback,
+    size,
+    stack,
+    take,
+    unstack,
+)
+
+__all__ = [
+    "KV",
+    "Layout",
+    "append",
+    "attend",
+    "batch_size",
+    "concat",
+    "convert",
+    "empty",
+    "fetch",
+    "fork",
+    "join",
+    "mask",
+    "max_rollback",
+    "nbytes",
+    "offsets",
+    "rollback",
+    "size",
+    "stack",
+    "take",
+    "unstack",
+]

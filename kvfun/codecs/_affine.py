@@ -1,0 +1,90 @@
+"""Affine quantization: groups along head_dim with a scale and a bias each (``mx.quantize``)."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+from jaxtyping import Float
+
+from ..errors import CodecError
+from ..planes import Planes
+from ..record import record, static
+
+BITS = (2, 3, 4, 5, 6, 8)
+GROUP_SIZES = (32, 64, 128)
+
+
+@record
+class Affine:
+    """``bits`` a number in groups of ``group_size`` along head_dim.
+
+    Three planes: packed ``uint32 [..., width * bits / 32]``, scales and biases
+    ``[..., width / group_size]`` in the dtype of the vectors. Groups never cross a token, so any
+    cut along the token axis is byte-exact, and encoding many tokens at once equals encoding them
+    one by one.
+
+    Args:
+        bits: 2, 3, 4, 5, 6 or 8.
+        group_size: 32, 64 or 128.
+        pad: store a head_dim that the group does not divide, filled up to the next multiple with
+            copies of the last number (which leave its group's scale as it is).
+
+    Raises:
+        CodecError: other bits or group sizes.
+
+    >>> Affine(4).vector_nbytes(128, mx.bfloat16)
+    72
+    """
+
+    bits: int = static()
+    group_size: int = static(default=64)
+    pad: bool = static(default=False)
+
+    def __attrs_post_init__(self) -> None:
+        if isinstance(self.bits, bool) or self.bits not in BITS:
+            raise CodecError(f"bits must be one of {BITS}, not {self.bits!r}")
+        if self.group_size not in GROUP_SIZES:
+            raise CodecError(f"group_size must be one of {GROUP_SIZES}, not {self.group_size!r}")
+
+    @property
+    def options(self) -> str:
+        """The part of the spec behind the bits."""
+        group = "" if self.group_size == 64 else f"-g{self.group_size}"
+        return group + ("-pad" if self.pad else "")
+
+    @property
+    def spec(self) -> str:
+        """The canonical spec string; the group appears only when it is not 64."""
+        return f"kv{self.bits}{self.options}"
+
+    def width(self, head_dim: int) -> int:
+        """Numbers stored for a vector of ``head_dim``."""
+        return -(-head_dim // self.group_size) * self.group_size if self.pad else head_dim
+
+    def check(self, head_dim: int) -> None:
+        """Raise ``CodecError`` where the group does not divide ``head_dim``."""
+        if not self.pad and head_dim % self.group_size:
+            fit = [g for g in GROUP_SIZES if head_dim % g == 0]
+            hint = f"use a group size of {fit}" if fit else "no group size divides it"
+            raise CodecError(
+                f"{self.spec}: head_dim {head_dim} is no multiple of the group size "
+                f"{self.group_size}; {hint}, or pad: {self.spec}-pad"
+            )
+
+    def encode(
+        self, x: Float[mx.array, "batch heads tokens head_dim"], positions: object = None
+    ) -> Planes:
+        """Packed numbers, scales and biases."""
+        extra = self.width(x.shape[-1]) - x.shape[-1]
+        if extra:
+            last = mx.broadcast_to(x[..., -1:], (*x.shape[:-1], extra))
+            x = mx.concatenate([x, last], axis=-1)
+        return tuple(mx.quantize(x, group_size=self.group_size, bits=self.bits))
+
+    def decode(self, planes: Planes) -> mx.array:
+        """The numbers the planes stand for, ``[batch, heads, tokens, width]``."""
+        return mx.dequantize(*planes, group_size=self.group_size, bits=self.bits)
+
+    def vector_nbytes(self, head_dim: int, dtype: mx.Dtype) -> int:
+        """Exact bytes of one vector of one head, scales and biases included."""
+        width = self.width(head_dim)
+        return width * self.bits // 8 + 2 * (width // self.group_size) * dtype.size
