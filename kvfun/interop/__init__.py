@@ -1,0 +1,1 @@
+"""Thin stateful shells around kvfun's values, one folder a foreign library."""

@@ -1,0 +1,28 @@
+"""kvfun caches under any mlx-lm model.
+
+>>> from mlx_lm.models import llama
+>>> args = llama.ModelArgs("llama", 64, 2, 128, 2, 1e-5, 100, num_key_value_heads=1)
+>>> model = llama.Model(args)
+>>> cache = make_prompt_cache(model, "kv4-g32")
+>>> print(describe(cache))
+layers 0-1: kv4-g32, full, read as packed numbers
+
+The list goes wherever mlx-lm takes a ``prompt_cache``. Importing this module makes mlx-lm's
+``load_prompt_cache`` know :class:`KVFunCache`. Works with both of mlx-lm's cache protocols
+(up to 0.32.0, and from 0.32.1 on).
+"""
+
+from ._attention import attention
+from ._make import LayerReport, PromptCache, describe, make_prompt_cache
+from ._shell import KVFunCache
+from ._speculative import speculative_cache
+
+__all__ = [
+    "KVFunCache",
+    "LayerReport",
+    "PromptCache",
+    "attention",
+    "describe",
+    "make_prompt_cache",
+    "speculative_cache",
+]

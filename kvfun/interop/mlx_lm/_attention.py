@@ -1,0 +1,95 @@
+"""Route a model's attention through :func:`kvfun.attend`."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ... import caches as verbs
+from ...errors import UnsupportedError
+from ._shell import KVFunCache
+
+NAME = "scaled_dot_product_attention"
+
+_lock = threading.Lock()
+_routed: dict[ModuleType, tuple[Any, int]] = {}
+"""Modules that are routed now: the function they had, and how many contexts ask for it."""
+
+
+@contextmanager
+def attention(model: nn.Module) -> Iterator[None]:
+    """Within the context the model's attention reads kvfun caches encoded, in any codec.
+
+    Outside it mlx-lm's own attention runs on what the caches hand out: packed numbers where they
+    are affine, decoded ones otherwise. Attention over other caches, and over keys that a model
+    has changed after fetching them, runs as before.
+
+    Raises:
+        UnsupportedError: no part of the model calls mlx-lm's attention function.
+    """
+    modules = _modules(model)
+    if not modules:
+        raise UnsupportedError(f"{type(model).__module__} does not use mlx_lm's {NAME}")
+    for module in modules:
+        _route(module)
+    try:
+        yield
+    finally:
+        for module in modules:
+            _restore(module)
+
+
+def _modules(model: nn.Module) -> list[ModuleType]:
+    names = {cls.__module__ for part in model.modules() for cls in type(part).__mro__}
+    found = [sys.modules[name] for name in sorted(names) if name in sys.modules]
+    return [module for module in found if hasattr(module, NAME)]
+
+
+def _route(module: ModuleType) -> None:
+    with _lock:
+        original, users = _routed.get(module, (getattr(module, NAME), 0))
+        _routed[module] = (original, users + 1)
+        if users == 0:
+            setattr(module, NAME, _router(original))
+
+
+def _restore(module: ModuleType) -> None:
+    with _lock:
+        original, users = _routed.pop(module)
+        if users > 1:
+            _routed[module] = (original, users - 1)
+        else:
+            setattr(module, NAME, original)
+
+
+def _router(original):
+    def scaled_dot_product_attention(
+        queries, keys, values, cache, scale, mask=None, sinks=None, **more
+    ):
+        if not isinstance(cache, KVFunCache) or not cache.handed_out(keys, values) or more:
+            return original(
+                queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks, **more
+            )
+        length = queries.shape[2]
+        return verbs.attend(
+            cache.record,
+            queries,
+            scale=scale,
+            phase="decode" if length == 1 else "window",
+            sinks=sinks,
+            mask=_given(mask, length),
+        )
+
+    return scaled_dot_product_attention
+
+
+def _given(mask: Any, length: int) -> mx.array | str | None:
+    """The model's own mask; its ``None`` means that all queries see all columns."""
+    return ("full" if length > 1 else None) if mask is None else mask

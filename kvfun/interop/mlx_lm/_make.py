@@ -1,0 +1,235 @@
+"""Every layer of a model gets the right cache, and the caller is told which."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import mlx.core as mx
+import mlx_lm.models.cache as mlx_lm_cache
+
+from ...caches import KV, empty
+from ...codecs import Codec
+from ...errors import CodecError, UnsupportedError
+from ...kernels import FUSED, kernels_for
+from ._shell import KVFunCache, can_be_packed
+
+POSITIONS_FROM_ROWS = {
+    "afm7": "its layers without a cache count positions by the columns they are handed",
+    "minimax_m3_vl": "it cuts its blocks of positions by the columns it is handed",
+}
+"""Models, by module, that go wrong when any column is ever dropped."""
+
+SINKS = 4
+"""First tokens that stay when a full layer is limited, as many as mlx-lm keeps."""
+
+
+@attrs.frozen
+class LayerReport:
+    """What one layer's cache is."""
+
+    layer: int
+    spec: str | None
+    """The codec; ``None`` where the cache is left to mlx-lm."""
+    kind: str
+    """``full``, ``window 512``, ``chunk 8192``, or the class that mlx-lm uses."""
+    read: str
+    """How a model reads it outside :func:`attention`."""
+
+    def __str__(self) -> str:
+        return f"{self.spec or 'left to mlx-lm'}, {self.kind}" + (
+            f", {self.read}" if self.read else ""
+        )
+
+
+class PromptCache(list):
+    """A list of layer caches that also says what they are.
+
+    ``print(cache.report)`` or :func:`describe` tells it.
+    """
+
+    @property
+    def report(self) -> tuple[LayerReport, ...]:
+        """One entry a layer cache."""
+        return tuple(r for index, cache in enumerate(self) for r in _reports(index, cache))
+
+
+def make_prompt_cache(
+    model: Any,
+    spec: str | Codec,
+    max_size: int | None = None,
+    *,
+    sinks: int = SINKS,
+    reserve: int = 0,
+) -> PromptCache:
+    """A cache for every layer of an mlx-lm model, in the codec of ``spec``.
+
+    Full layers get a full cache, sliding ones a window of the model's own width, chunked ones
+    chunks; recurrent layers keep mlx-lm's own state. :func:`describe` says which got what.
+
+    Args:
+        model: an mlx-lm model.
+        spec: a codec spec such as ``"bf16"``, ``"kv4"`` or ``"plain"`` (the model's own dtype).
+        max_size: at most so many tokens are visible in a full layer: the first ``sinks`` and the
+            newest others. Narrower windows and chunks of the model's own stay.
+        sinks: first tokens that stay visible under ``max_size``.
+        reserve: tokens that a window can take back at any time, see :func:`kvfun.empty`.
+
+    Raises:
+        UnsupportedError: a layer's cache cannot take the spec or the limit, or the model cannot
+            run on it; found by building one step lazily, before anything is computed.
+    """
+    codec = Codec.of(spec)
+    if max_size is not None and (not isinstance(max_size, int) or max_size <= sinks):
+        raise ValueError(f"max_size must be an integer above the {sinks} sinks, not {max_size!r}")
+    name = getattr(model, "model_type", None) or type(model).__module__.rpartition(".")[2]
+
+    packed = can_be_packed(empty(codec))
+    first = _Recipe(codec, max_size, sinks, reserve, packed, index=codec)
+    failures = []
+    for recipe in _tries(first):
+        failure = _probe(model, recipe, name)
+        if failure is None:
+            return _build(model, recipe, name)
+        failures.append(failure)
+        if isinstance(failure, CodecError):
+            break
+    last = failures[-1]
+    raise UnsupportedError(f"{name} cannot run on {codec.spec} caches: {last}") from last
+
+
+def _tries(recipe: _Recipe) -> Iterator[_Recipe]:
+    """Ways to give a model the codec, best first."""
+    yield recipe
+    if recipe.packed:  # its attention cannot read packed numbers: decode them
+        recipe = attrs.evolve(recipe, packed=False)
+        yield recipe
+    if recipe.codec.spec != "plain":  # it reaches into its index caches: leave those as they are
+        yield attrs.evolve(recipe, index=Codec.of("plain"))
+
+
+@attrs.frozen
+class _Recipe:
+    """How every layer's cache is made."""
+
+    codec: Codec
+    max_size: int | None
+    sinks: int
+    reserve: int
+    packed: bool
+    index: Codec
+    """Of the second and later caches of one layer, which index the first."""
+    shell: type[KVFunCache] = KVFunCache
+
+
+def _build(model: Any, recipe: _Recipe, name: str) -> PromptCache:
+    theirs = mlx_lm_cache.make_prompt_cache(model)
+    return PromptCache(
+        [_shell(cache, recipe, f"{name}, layer {index}") for index, cache in enumerate(theirs)]
+    )
+
+
+def _shell(cache: Any, recipe: _Recipe, where: str) -> Any:
+    """The kvfun cache in place of one of mlx-lm's."""
+    kind = type(cache)
+    if isinstance(cache, mlx_lm_cache.CacheList):
+        index = attrs.evolve(
+            recipe, codec=recipe.index, packed=recipe.packed and recipe.index is recipe.codec
+        )
+        first, *others = cache.caches
+        return mlx_lm_cache.CacheList(
+            _shell(first, recipe, where), *[_shell(part, index, where) for part in others]
+        )
+    if isinstance(cache, mlx_lm_cache.ArraysCache):
+        return cache
+    if kind is mlx_lm_cache.KVCache:
+        limit = recipe.max_size
+        policy = (None, 0, None) if limit is None else (limit - recipe.sinks, recipe.sinks, None)
+    elif kind is mlx_lm_cache.RotatingKVCache:
+        limit = cache.max_size if recipe.max_size is None else min(cache.max_size, recipe.max_size)
+        policy = (limit - cache.keep, cache.keep, None)
+    elif kind is mlx_lm_cache.ChunkedKVCache:
+        policy = (None, 0, cache.chunk_size)
+    else:
+        raise UnsupportedError(
+            f"{where}: kvfun has no cache for a {kind.__module__}.{kind.__name__}"
+        )
+    window, sinks, chunk = policy
+    record = empty(recipe.codec, window=window, sinks=sinks, chunk=chunk, reserve=recipe.reserve)
+    return recipe.shell(record, recipe.packed)
+
+
+class _Asked(KVFunCache):
+    """A cache that notices whether the model asks it for a mask."""
+
+    asked = False
+
+    def make_mask(self, *args, **kwargs):
+        self.asked = True
+        return super().make_mask(*args, **kwargs)
+
+
+def _probe(model: Any, recipe: _Recipe, name: str) -> Exception | None:
+    """Why the model cannot run on such caches: two steps, built but never computed."""
+    cache = _build(model, attrs.evolve(recipe, shell=_Asked), name)
+    try:
+        model(mx.zeros((1, 2), mx.int32), cache=cache)
+        model(mx.zeros((1, 1), mx.int32), cache=cache)
+    except Exception as error:  # whatever stops the model is the answer
+        return error
+    shells = [shell for entry in cache for shell in _shells(entry)]
+    windowed = [shell for shell in shells if shell.record.geometry.policy.window is not None]
+    if windowed and not any(shell.asked for shell in windowed):
+        return ValueError("it never asks its caches for a mask, so no window could hold")
+    return None
+
+
+def _shells(cache: Any) -> Iterator[Any]:
+    if isinstance(cache, mlx_lm_cache.CacheList):
+        for part in cache.caches:
+            yield from _shells(part)
+    elif isinstance(cache, KVFunCache):
+        yield cache
+
+
+def _reports(index: int, cache: Any) -> Iterator[LayerReport]:
+    if isinstance(cache, mlx_lm_cache.CacheList):
+        for part in cache.caches:
+            yield from _reports(index, part)
+    elif isinstance(cache, KVFunCache):
+        yield LayerReport(index, cache.record.codec.spec, _kind(cache.record), _read(cache))
+    else:
+        yield LayerReport(index, None, type(cache).__name__, "")
+
+
+def _kind(record: KV) -> str:
+    policy = record.geometry.policy
+    parts = [f"window {policy.window}"] if policy.window is not None else []
+    parts += [f"chunk {policy.chunk}"] if policy.chunk is not None else []
+    parts += [f"{policy.sinks} sinks"] if policy.sinks else []
+    return ", ".join(parts) or "full"
+
+
+def _read(cache: KVFunCache) -> str:
+    if hasattr(cache, "bits"):
+        return "read as packed numbers"
+    return "" if kernels_for(cache.record.codec) is FUSED else "decoded at every read"
+
+
+def describe(cache: list) -> str:
+    """What the layers of a prompt cache are, equal neighbours on one line."""
+    lines: list[tuple[list[int], str]] = []
+    by_layer: dict[int, list[str]] = {}
+    for report in PromptCache(cache).report:
+        by_layer.setdefault(report.layer, []).append(str(report))
+    for layer, texts in by_layer.items():
+        text = " + ".join(texts)
+        if lines and lines[-1][1] == text:
+            lines[-1][0].append(layer)
+        else:
+            lines.append(([layer], text))
+    return "\n".join(
+        (f"layer {ls[0]}: " if len(ls) == 1 else f"layers {ls[0]}-{ls[-1]}: ") + text
+        for ls, text in lines
+    )

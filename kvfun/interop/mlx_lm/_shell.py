@@ -1,0 +1,269 @@
+"""The box that mlx-lm's models hold: one cache value, replaced at every step."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import attrs
+import mlx.core as mx
+import mlx_lm.models.cache as mlx_lm_cache
+
+from ... import caches as verbs
+from ... import planes as p
+from ... import tree
+from ...caches import KV
+from ...codecs import Affine
+from ...geometry import MaskArray, mask_array
+from ...record import replace
+from . import _state
+
+OLD_PROTOCOL = hasattr(mlx_lm_cache._BaseCache, "meta_state")
+"""Up to mlx-lm 0.32.0 a cache's state is arrays, and its scalars are strings beside them."""
+
+PACKED, DECODED = "packed", "decoded"
+
+
+class KVFunCache:
+    """One layer's cache, as mlx-lm's models, generators and prompt caches expect it.
+
+    It holds one value, ``record``; everything else is derived from it. There is deliberately no
+    ``to_quantized`` (the codec was chosen when the cache was made), no ``merge`` (batches of
+    shells are not there yet) and, unless ``packed``, no ``bits``: their presence changes what
+    mlx-lm does.
+
+    Args:
+        record: the cache.
+        packed: hand out ``mx.quantize`` triples, which mlx-lm's quantized attention reads; only
+            where keys and values are affine with the same bits and group size.
+    """
+
+    def __init__(self, record: KV, packed: bool = False):
+        self.record = record
+        self.block = 1
+        """Tokens of the last append: what a model attends with right afterwards."""
+        self._handed: tuple = ()
+        if packed:
+            codec = record.codec.keys
+            assert can_be_packed(record)
+            assert isinstance(codec, Affine)
+            self.bits, self.group_size = codec.bits, codec.group_size
+
+    # -- reading and writing ------------------------------------------------------------------
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array):
+        """Append a block; return what attention reads, for all of the block's queries."""
+        self.record = verbs.append(self.record, keys, values)
+        self.block = keys.shape[2]
+        return self.keys_and_values()
+
+    def keys_and_values(self):
+        """What the last block's queries read: arrays, or triples of arrays where packed."""
+        record = self.record
+        if hasattr(self, "bits"):
+            spans = record.geometry.spans(self.block)
+            keys, values = p.read(record.keys, spans), p.read(record.values, spans)
+            self._handed = (weakref.ref(keys[0]), weakref.ref(values[0]))
+        else:
+            keys, values = verbs.fetch(record, queries=self.block)
+            self._handed = (weakref.ref(keys), weakref.ref(values))
+        return keys, values
+
+    def handed_out(self, keys: Any, values: Any) -> bool:
+        """Whether these are what :meth:`keys_and_values` returned last, untouched."""
+        if not self._handed:
+            return False
+        first = (keys[0], values[0]) if isinstance(keys, (tuple, list)) else (keys, values)
+        return all(ref() is array for ref, array in zip(self._handed, first, strict=True))
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
+        """The mask of the next ``N`` tokens over what :meth:`update_and_fetch` will return.
+
+        Args:
+            N: how many tokens come next.
+            return_array: an array even where ``"causal"`` would do.
+            window_size: a window of the caller's that is narrower than the cache's own.
+        """
+        _, geometry = self.record.geometry.advance(N)
+        mask = geometry.mask(N)
+        if window_size is not None:
+            mask = _narrowed(geometry, mask, N, window_size)
+        if mask is None or (mask == "causal" and not return_array):
+            return mask
+        columns = sum(stop - start for start, stop in geometry.spans(N))
+        return mask_array(mask, queries=N, columns=columns)
+
+    # -- position and size ----------------------------------------------------------------------
+
+    @property
+    def offset(self):
+        """Tokens seen, the next one's RoPE position: int, or ``int32 [batch]`` if rows differ."""
+        rows = self.record.geometry.rows
+        if len(rows) == 1:
+            return rows[0].offset
+        return mx.array([row.offset for row in rows], dtype=mx.int32)
+
+    @property
+    def start_position(self) -> int:
+        """The first position that the next block reads (chunked attention masks count from it)."""
+        geometry = self.record.geometry
+        return min(geometry.policy.lowest(row.offset) for row in geometry.rows)
+
+    def maybe_trim_front(self) -> None:
+        """Nothing to do: what no query may see any more is never handed out."""
+
+    def size(self) -> int:
+        """Live columns."""
+        return verbs.size(self.record)
+
+    def empty(self) -> bool:
+        """Whether nothing was ever appended."""
+        return self.record.layout is None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, spare columns included."""
+        return tree.nbytes(self.record)
+
+    # -- going back -----------------------------------------------------------------------------
+
+    def is_trimmable(self) -> bool:
+        """Whether an exact :meth:`trim` is to be had: of anything, of ``reserve``, or of a block.
+
+        A window that has dropped tokens can always take back its last block (a verify window of
+        speculative decoding), and ``reserve`` tokens where it was made with one.
+        """
+        geometry = self.record.geometry
+        whole = all(
+            most >= row.offset
+            for most, row in zip(geometry.max_rollback(), geometry.rows, strict=True)
+        )
+        return whole or geometry.policy.reserve > 0 or self.block > 1
+
+    def trim(self, n: int) -> int:
+        """Take back the last ``n`` tokens (at most all there are), exactly.
+
+        Raises:
+            RollbackError: some of what would be visible again has been dropped.
+        """
+        geometry = self.record.geometry
+        n = min(n, *(max(row.offset, 0) for row in geometry.rows))
+        self.record = verbs.rollback(self.record, n)
+        self.block = 1
+        self._handed = ()
+        return n
+
+    def keep_in_reserve(self, tokens: int) -> None:
+        """From the next append on, keep what an exact :meth:`trim` of ``tokens`` needs."""
+        geometry = self.record.geometry
+        if geometry.policy.reserve < tokens:
+            policy = attrs.evolve(geometry.policy, reserve=tokens)
+            self.record = replace(self.record, geometry=attrs.evolve(geometry, policy=policy))
+
+    # -- state ----------------------------------------------------------------------------------
+
+    @property
+    def state(self):
+        """Everything that must be evaluated or saved.
+
+        Up to mlx-lm 0.32.0 that is what the last block saw, since models take ``state`` for the
+        keys and values there; from 0.32.1 on all columns held, and their description.
+        """
+        if OLD_PROTOCOL:
+            planes = tuple(_state.dump(self.record, self.block)[1])
+            split = len(self.record.keys)
+            return [_plane(planes[:split]), _plane(planes[split:])] if planes else []
+        header, planes = _state.dump(self.record)
+        return [header, self._mode(), *planes]
+
+    @state.setter
+    def state(self, state) -> None:
+        if OLD_PROTOCOL:
+            # The description follows with meta_state.
+            self._planes = [plane for side in state or () for plane in _planes(side)]
+            return
+        header, mode, *planes = state
+        self.__init__(_state.load(header, planes), packed=mode == PACKED)
+
+    @property
+    def meta_state(self):
+        """The description of :attr:`state`, as mlx-lm up to 0.32.0 wants it."""
+        return (_state.dump(self.record, self.block)[0], self._mode())
+
+    @meta_state.setter
+    def meta_state(self, strings) -> None:
+        header, mode = strings
+        planes = self.__dict__.pop("_planes", [])
+        self.__init__(_state.load(header, planes), packed=mode == PACKED)
+
+    def _mode(self) -> str:
+        return PACKED if hasattr(self, "bits") else DECODED
+
+    @classmethod
+    def from_state(cls, state, meta_state=None) -> KVFunCache:
+        """The cache of a saved state."""
+        shell = cls.__new__(cls)
+        shell.state = state
+        if meta_state is not None:
+            shell.meta_state = meta_state
+        return shell
+
+    def __copy__(self) -> KVFunCache:
+        copy = KVFunCache(self.record, packed=hasattr(self, "bits"))
+        copy.block = self.block
+        return copy
+
+    def __deepcopy__(self, memo) -> KVFunCache:
+        return self.__copy__()  # a value needs no copy: the first append to either makes its own
+
+    def __repr__(self) -> str:
+        return f"KVFunCache({self.record!r})"
+
+    # -- planes, for models that reach into a cache ---------------------------------------------
+
+    @property
+    def keys(self):
+        """The keys as stored, spare columns included: an array, or a tuple of planes."""
+        return _plane(self.record.keys)
+
+    @keys.setter
+    def keys(self, planes) -> None:
+        self.record = replace(self.record, keys=_planes(planes))
+
+    @property
+    def values(self):
+        """The values as stored, spare columns included: an array, or a tuple of planes."""
+        return _plane(self.record.values)
+
+    @values.setter
+    def values(self, planes) -> None:
+        self.record = replace(self.record, values=_planes(planes))
+
+
+def can_be_packed(record: KV) -> bool:
+    """Whether mlx-lm's quantized attention can read the planes: one affine codec, unpadded."""
+    keys = record.codec.keys
+    return isinstance(keys, Affine) and not keys.pad and keys.spec == record.codec.values.spec
+
+
+def _narrowed(geometry, mask, length: int, window: int):
+    """The mask under a window narrower than the cache's own."""
+    policy = geometry.policy
+    if policy.window is not None and policy.window <= window:
+        return mask
+    if all(row.offset <= window for row in geometry.rows):
+        return mask  # nobody sees that far back yet
+    narrow = attrs.evolve(policy, window=window)
+    return MaskArray(length, geometry.spans(length), geometry.rows, narrow)
+
+
+def _plane(planes):
+    return planes[0] if len(planes) == 1 else (planes or None)
+
+
+def _planes(planes):
+    return (planes,) if isinstance(planes, mx.array) else tuple(planes)
+
+
+# mlx-lm's loader looks the class of a saved cache up among its own names.
+setattr(mlx_lm_cache, KVFunCache.__name__, KVFunCache)
