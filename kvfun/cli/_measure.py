@@ -18,19 +18,20 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from kvfun.cli._rows import Layer, Row, layers
+from kvfun.cli._rows import MLX_LM, Layer, Row, layers, mlx_lm_row
 from kvfun.cli._text import Passage
 
 Advance = Callable[[str, int], None]
 """Called with a row's label and the number of tokens it has just fed."""
 
-_LONGEST = 1024
+_LONGEST = 512  # short enough to stop in time, where a machine is slower than it seemed
 _SHORTEST = 64
 _STEP = 32
-_MOST_PASSAGES = 8
+_MOST_PASSAGES = 16
 _MOST_COPIED = 800
-_SPARE = 0.75  # quantized reads over a long history are slower than the pilot run
-_RATE_TOKENS = 32
+_SPARE = 0.6  # quantized reads over a long history are slower than the pilot run
+_PILOT_BLOCK = 32
+_PILOT_BLOCKS = 12
 
 
 @dataclass(frozen=True)
@@ -229,8 +230,9 @@ def decode_rate(model: Any, cache: list[Any], token: int, count: int) -> float:
 
 
 def stored_bits(row: Row, shapes: Sequence[Layer], dtype: mx.Dtype) -> float:
-    """The exact bits that one element takes in a row's cache, over all layers."""
-    return 8 * stored_bytes(row, shapes, dtype) / sum(layer.elements for layer in shapes)
+    """The exact bits that one element takes in a row's cache, over all layers; 0 without any."""
+    elements = sum(layer.elements for layer in shapes)
+    return 8 * stored_bytes(row, shapes, dtype) / elements if elements else 0.0
 
 
 def stored_bytes(row: Row, shapes: Sequence[Layer], dtype: mx.Dtype) -> float:
@@ -238,16 +240,19 @@ def stored_bytes(row: Row, shapes: Sequence[Layer], dtype: mx.Dtype) -> float:
     return sum(row.token_nbytes(layer, dtype) for layer in shapes)
 
 
-def prefill_rate(model: Any, row: Row, vocabulary: int) -> float:
-    """Tokens a second at which a model reads a short text, found by trying."""
-    tokens = mx.arange(_RATE_TOKENS)[None] % vocabulary
-    seconds = float("inf")
-    with row.attention(model):
-        for _ in range(2):
-            begin = time.perf_counter()
-            mx.eval(model(tokens, cache=row.make_cache(model)))
-            seconds = min(seconds, time.perf_counter() - begin)
-    return _RATE_TOKENS / seconds
+def prefill_rate(model: Any, seconds: float) -> float:
+    """Tokens a second at which a model reads a text, found by trying for some seconds at most.
+
+    The first block is left out where there are more: it pays for compilation.
+    """
+    cache = mlx_lm_row(MLX_LM).make_cache(model)
+    tokens = mx.zeros((1, _PILOT_BLOCK), dtype=mx.int32)
+    took: list[float] = []
+    while sum(took) < seconds and len(took) < _PILOT_BLOCKS:
+        begin = time.perf_counter()
+        mx.eval(model(tokens, cache=cache))
+        took.append(time.perf_counter() - begin)
+    return _PILOT_BLOCK / statistics.fmean(took[1:] or took)
 
 
 def plan(rate: float, rows: int, budget: float, decoded: int, chunk: int) -> Plan:
@@ -292,17 +297,37 @@ def measure(
         Result(row, stored_bits(row, shapes, dtype), stored_bytes(row, shapes, dtype))
         for row in rows
     ]
-    begin = time.perf_counter()
-    for done, passage in enumerate(passages):
-        if done and plan.budget is not None:
-            elapsed = time.perf_counter() - begin
-            if elapsed * (done + 1) / done > plan.budget:
-                break
-        _measure_passage(model, results, passage, plan, advance, first=not done)
-        if not done and copy is not None:
+    clock = _Clock(plan.budget)
+    for number, passage in enumerate(passages):
+        if not clock.allows(len(passage.tokens)):
+            break
+        _measure_passage(model, results, passage, plan, advance, first=not number)
+        clock.read(len(passage.tokens))
+        if not number and copy is not None and clock.allows(len(copy.tokens)):
             for result in results:
                 _measure_copy(model, result, copy, plan, advance)
+            clock.read(len(copy.tokens))
     return results
+
+
+class _Clock:
+    """Foretells from the tokens read so far whether some more can be read within the budget."""
+
+    def __init__(self, budget: float | None) -> None:
+        self._budget = budget
+        self._begin = time.perf_counter()
+        self._tokens = 0
+
+    def read(self, tokens: int) -> None:
+        """Notes that every row has read some tokens."""
+        self._tokens += tokens
+
+    def allows(self, tokens: int) -> bool:
+        """Whether the budget allows some more tokens for every row; always the first ones."""
+        if self._budget is None or not self._tokens:
+            return True
+        elapsed = time.perf_counter() - self._begin
+        return elapsed * (self._tokens + tokens) / self._tokens <= self._budget
 
 
 def _measure_passage(

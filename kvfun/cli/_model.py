@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from kvfun.cli import _smollm2
+from kvfun.cli._packages import Report, silent
 from kvfun.errors import StorageError
 
 
@@ -26,7 +27,7 @@ def on_cpu() -> bool:
     return mx.default_device() == mx.Device(mx.cpu)
 
 
-def load(name: str | None, report: _smollm2.Report = _smollm2.silent) -> Loaded:
+def load(name: str | None, report: Report = silent) -> Loaded:
     """The model of a directory or hub id, or SmolLM2-135M-Instruct.
 
     On the CPU the weights become float32: MLX multiplies 16-bit matrices there about ten times

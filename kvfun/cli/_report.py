@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from kvfun.cli._measure import Result
 
+WIDE = 90
 _LEAST_KL = 1e-6  # shown on the logarithmic axis in place of a KL of 0
 
 
@@ -32,35 +33,52 @@ def size_text(count: float) -> str:
     return f"{count:.2f} GB"
 
 
-def kl_text(kl: float, error: float | None) -> str:
-    """A KL divergence with its standard error, where there is one."""
-    text = f"{kl:.2g}" if kl < 1e-3 else f"{kl:.4f}"
-    if error is None:
-        return text
-    return f"{text} ± {error:.1g}" if error < 1e-3 else f"{text} ± {error:.4f}"
+def kl_text(kl: float) -> str:
+    """A KL divergence in six characters or about.
+
+    Examples:
+        >>> kl_text(0.13241), kl_text(0.000123)
+        ('0.1324', '1.2e-04')
+    """
+    return f"{kl:.4f}" if kl >= 1e-3 or kl == 0 else f"{kl:.1e}"
 
 
-def table(results: Sequence[Result], title: str) -> Table:
-    """The table of a comparison; the first row is the reference."""
+def table(results: Sequence[Result], title: str, *, wide: bool) -> Table:
+    """The table of a comparison; the first row is the reference.
+
+    Args:
+        results: The rows.
+        title: The line above.
+        wide: Whether there are `WIDE` columns, so that standard errors can be shown.
+    """
+    from rich import box
     from rich.table import Table
 
-    shown = Table(title=title, title_justify="left", header_style="bold")
+    errors = wide and results[0].kl_error is not None
+    shown = Table(
+        title=title,
+        caption="peak: memory above the weights; KL, top-1: against the first row; "
+        "copy: NLL of a text's second copy",
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=0,
+        pad_edge=False,
+        show_edge=False,
+    )
     shown.add_column("cache", no_wrap=True)
-    headings = ["bits/\nelement", "bytes/\ntoken", "cache", "peak\nmemory", "ppl"]
-    headings += [
-        "KL from\nreference",
-        "top-1\nsame",
-        "copy\nNLL",
-        "prefill\ntok/s",
-        "decode\ntok/s",
-    ]
-    for heading in headings:
-        shown.add_column(heading, justify="right")
+    for heading in _headings(errors=errors):
+        shown.add_column(heading, justify="right", no_wrap=True)
     for number, result in enumerate(results):
-        shown.add_row(
-            *_cells(result, reference=not number), end_section=_ends_section(results, number)
-        )
+        cells = _cells(result, reference=not number, errors=errors)
+        shown.add_row(*cells, end_section=_ends_section(results, number))
     return shown
+
+
+def _headings(*, errors: bool) -> list[str]:
+    memory = ["bits/\nelem.", "bytes/\ntoken", "cache\nMB", "peak\nMB"]
+    fidelity = ["\nppl", "\nKL", *(["\n±"] if errors else []), "\ntop-1", "\ncopy"]
+    return [*memory, *fidelity, "fill\ntok/s", "decode\ntok/s"]
 
 
 def _ends_section(results: Sequence[Result], number: int) -> bool:
@@ -68,20 +86,27 @@ def _ends_section(results: Sequence[Result], number: int) -> bool:
     return bool(following) and following[0].row.library != results[number].row.library
 
 
-def _cells(result: Result, *, reference: bool) -> list[str]:
+def _cells(result: Result, *, reference: bool, errors: bool) -> list[str]:
+    error = result.kl_error
+    shown_error = [] if not errors else ["" if reference or error is None else f"{error:.1e}"]
     return [
         result.row.label,
         f"{result.bits_per_element:.2f}",
         f"{result.bytes_per_token:,.0f}",
-        size_text(result.cache_bytes),
-        size_text(result.peak_bytes),
-        f"{result.perplexity:.2f}",
-        "reference" if reference else kl_text(result.kl, result.kl_error),
+        f"{result.cache_bytes / 1e6:.1f}",
+        f"{result.peak_bytes / 1e6:.1f}",
+        _digits(result.perplexity, 2),
+        "" if reference else kl_text(result.kl),
+        *shown_error,
         "" if reference else f"{result.top1:.1%}",
         "" if result.copy_nll is None else f"{result.copy_nll:.3f}",
         f"{result.prefill_rate:.0f}",
-        f"{result.decode_rate:.1f}",
+        _digits(result.decode_rate, 1),
     ]
+
+
+def _digits(number: float, decimals: int) -> str:
+    return f"{number:.{decimals}f}" if number < 1000 else f"{number:.0f}"
 
 
 def document(results: Sequence[Result], about: dict[str, Any]) -> dict[str, Any]:
@@ -153,14 +178,20 @@ def write_plot(path: Path, results: Sequence[Result], title: str) -> None:
         pyplot.close(figure)
 
 
+_TICKS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
 _COLOURS = {_rows.KVFUN: "#0b6e99", _rows.MLX_LM: "#d9730d"}
-_MARKERS = {_rows.KVFUN: "o", _rows.MLX_LM: "s"}
+_MARKERS: dict[str, dict[str, Any]] = {  # the hollow one shows what lies under it
+    _rows.KVFUN: {"marker": "o", "markersize": 6},
+    _rows.MLX_LM: {"marker": "s", "markersize": 12, "markerfacecolor": "none"},
+}
 
 
 def _draw_fidelity(axes: Any, results: Sequence[Result]) -> None:
-    """One labelled point a row; the reference itself, whose KL is 0, is left out."""
+    """One labelled point a row that stores anything; the reference, whose KL is 0, is left out."""
+    from matplotlib import ticker
+
     for library in (_rows.KVFUN, _rows.MLX_LM):
-        found = [r for r in results[1:] if r.row.library == library]
+        found = [r for r in results[1:] if r.row.library == library and r.bits_per_element]
         if not found:
             continue
         found.sort(key=lambda r: r.bits_per_element)
@@ -171,10 +202,10 @@ def _draw_fidelity(axes: Any, results: Sequence[Result]) -> None:
             bits,
             kl,
             yerr=errors,
-            fmt=_MARKERS[library],
+            linestyle="none",
             color=_COLOURS[library],
             label=library,
-            markersize=7,
+            **_MARKERS[library],
             capsize=3,
             alpha=0.85,
         )
@@ -191,12 +222,15 @@ def _draw_fidelity(axes: Any, results: Sequence[Result]) -> None:
                 fontsize=9,
             )
     axes.set_yscale("log")
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(ticker.FixedLocator(_TICKS))
+    axes.xaxis.set_major_formatter(ticker.FormatStrFormatter("%d"))
     axes.margins(x=0.15, y=0.15)
     axes.set_xlabel("stored bits per element, metadata included")
     axes.set_ylabel(f"KL({results[0].row.label} || cache), nats per token")
     axes.set_title("Fidelity: lower left is better", fontsize=10)
     axes.grid(visible=True, which="major", alpha=0.3)
-    if len(results) > 1:
+    if axes.has_data():
         axes.legend(frameon=False)
 
 

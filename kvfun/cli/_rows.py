@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -21,11 +21,19 @@ _DEFAULT_GROUP = 64
 
 @dataclass(frozen=True)
 class Layer:
-    """The shape of what one attention layer stores."""
+    """What one attention layer stores.
+
+    Attributes:
+        kv_heads: Heads of keys and values.
+        key_dim: Numbers of a key.
+        value_dim: Numbers of a value.
+        full: Whether it is one of the full attention layers, the only ones that mlx-lm quantizes.
+    """
 
     kv_heads: int
     key_dim: int
     value_dim: int
+    full: bool = True
 
     @property
     def elements(self) -> int:
@@ -42,7 +50,8 @@ class Row:
         label: How the row is shown.
         library: Whose cache it is.
         make_cache: Makes the fresh layer caches of a model.
-        attention: Makes the context in which the model must run.
+        attention: Makes the context in which the model must run: one in which kvfun computes
+            its attention, for kvfun's caches and where `is_routed`.
         token_nbytes: The exact bytes that a token takes in a layer, metadata included, for
             activations of a dtype.
     """
@@ -102,7 +111,9 @@ def mlx_lm_row(spec: str) -> Row:
         MLX_LM,
         lambda model: _quantized_cache(model, bits, group),
         _own_attention,
-        lambda layer, dtype: layer.elements * (bits / 8 + 2 * dtype.size / group),
+        lambda layer, dtype: (
+            layer.elements * (bits / 8 + 2 * dtype.size / group if layer.full else dtype.size)
+        ),
     )
 
 
@@ -122,14 +133,31 @@ def kvfun_row(spec: str, *, window: int | None = None, sinks: int = 0) -> Row:
     def make_cache(model: Any) -> list[Any]:
         from kvfun.interop.mlx_lm import make_prompt_cache
 
-        return make_prompt_cache(model, codec.spec)
+        visible = None if window is None else window + sinks
+        return make_prompt_cache(model, codec, visible, sinks=sinks)
 
-    def attention(model: Any) -> AbstractContextManager[Any]:
-        from kvfun.interop.mlx_lm import attention
+    return Row(codec.spec, f"kvfun {codec.spec}", KVFUN, make_cache, _attention, token_nbytes)
 
-        return attention(model)
 
-    return Row(codec.spec, f"kvfun {codec.spec}", KVFUN, make_cache, attention, token_nbytes)
+def is_routed(model: Any) -> bool:
+    """Whether kvfun can compute the model's attention.
+
+    It cannot where no part of the model calls mlx-lm's attention function; such a model reads
+    what kvfun's caches hand out.
+    """
+    from kvfun.interop.mlx_lm import attention
+
+    try:
+        with attention(model):
+            return True
+    except UnsupportedError:
+        return False
+
+
+def _attention(model: Any) -> AbstractContextManager[Any]:
+    from kvfun.interop.mlx_lm import attention
+
+    return attention(model) if is_routed(model) else nullcontext()
 
 
 def _own_attention(model: Any) -> AbstractContextManager[Any]:
@@ -143,18 +171,47 @@ def _own_cache(model: Any) -> list[Any]:
 
 
 def _quantized_cache(model: Any, bits: int, group: int) -> list[Any]:
-    """mlx-lm's caches, those of full attention layers quantized from the first token on."""
+    """mlx-lm's caches, those of full attention layers quantized from the first token on.
+
+    Raises:
+        UnsupportedError: the model cannot run on them; found by building a step lazily.
+    """
     from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
-    return [
-        QuantizedKVCache(group_size=group, bits=bits) if type(cache) is KVCache else cache
-        for cache in _own_cache(model)
-    ]
+    def fresh() -> list[Any]:
+        return [
+            QuantizedKVCache(group_size=group, bits=bits) if type(cache) is KVCache else cache
+            for cache in _own_cache(model)
+        ]
+
+    try:
+        model(mx.zeros((1, 2), mx.int32), cache=fresh())
+    except Exception as error:  # whatever stops the model is the answer
+        name = type(model).__module__.rpartition(".")[2]
+        raise UnsupportedError(
+            f"{name} cannot run on mlx-lm's own {bits}-bit caches: {error}"
+        ) from error
+    return fresh()
 
 
 def layers(model: Any) -> list[Layer]:
     """The attention layers of a model, learnt from what one token stores in them."""
+    from mlx_lm.models.cache import KVCache
+
     caches = _own_cache(model)
     mx.eval(model(mx.array([[0]]), cache=caches))
-    stored = [(c.keys, c.values) for c in caches if getattr(c, "keys", None) is not None]
-    return [Layer(k.shape[1], k.shape[-1], v.shape[-1]) for k, v in stored]
+    full = {id(cache) for cache in caches if type(cache) is KVCache}
+    return [
+        Layer(part.keys.shape[1], part.keys.shape[-1], part.values.shape[-1], id(part) in full)
+        for part in _parts(caches)
+        if getattr(part, "keys", None) is not None
+    ]
+
+
+def _parts(caches: Iterable[Any]) -> Iterator[Any]:
+    """The caches, those of layers that have several one by one."""
+    for cache in caches:
+        if hasattr(cache, "caches"):
+            yield from _parts(cache.caches)
+        else:
+            yield cache

