@@ -92,20 +92,18 @@ def read(planes: Planes, spans: Sequence[tuple[int, int]]) -> Planes:
         return tuple([plane[:, :, start:stop] for plane in planes])
     if not spans:
         return tuple([plane[:, :, :0] for plane in planes])
-    return tuple(
-        [mx.concatenate([plane[:, :, a:b] for a, b in spans], axis=2) for plane in planes]
-    )
+    return tuple([mx.concatenate([plane[:, :, a:b] for a, b in spans], axis=2) for plane in planes])
 
 
 def gather(planes: Planes, rows: Sequence[int]) -> Planes:
     """Rows of the batch, in the order given, as arrays of their own."""
-    index = mx.array(rows, dtype=mx.int32)
+    index = mx.array(list(rows), dtype=mx.int32)
     return tuple([mx.take(plane, index, axis=0) for plane in planes])
 
 
 def join(parts: Sequence[Planes]) -> Planes:
     """The batches one after another."""
-    return tuple([mx.concatenate(planes, axis=0) for planes in zip(*parts, strict=True)])
+    return tuple([mx.concatenate(list(arrays), axis=0) for arrays in zip(*parts, strict=True)])
 
 
 def detach(planes: Planes) -> Planes:

@@ -6,7 +6,7 @@ function that turns the description of a mask into an array.
 
 from ._geometry import Geometry, Plan, Relayout, Row, Write, concat_layout, stride
 from ._mask import Mask, MaskArray, mask_array
-from ._policy import STEP, Policy
+from ._policy import STEP, Policy, round_up
 
 __all__ = [
     "STEP",
@@ -20,5 +20,6 @@ __all__ = [
     "Write",
     "concat_layout",
     "mask_array",
+    "round_up",
     "stride",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import attrs
@@ -66,14 +67,14 @@ def stride(spans: Iterable[tuple[int, int]]) -> int:
     return sum(stop - start for start, stop in spans)
 
 
-@attrs.frozen
+@attrs.frozen(cache_hash=True)
 class Geometry:
     """The columns of one buffer in temporal order.
 
     ``rows`` has one entry a row of the batch, or a single entry that stands for all of them.
     """
 
-    policy: Policy = Policy()
+    policy: Policy = attrs.field(factory=Policy)
     capacity: int = 0
     rows: tuple[Row, ...] = (Row(0, 0, 0),)
 
@@ -149,23 +150,26 @@ class Geometry:
         """The plan of appending a block of ``length`` tokens to every row, and what results.
 
         Bounded geometries compact when the block does not fit: what no query may ask for any more
-        is dropped and the rows end at one column again.
+        is dropped and the rows end at one column again. A block of no tokens only makes the first
+        buffer, so that there is one whenever something was appended.
         """
         policy, capacity, rows = self.policy, self.capacity, self.rows
         limit = policy.limit
-        if len(rows) == 1 and (limit is None or capacity <= limit):
+        if len(rows) == 1 and length and (limit is None or capacity <= limit):
             offset, shift, first = rows[0]
             column = offset + shift
             if column + length <= capacity and (offset >= policy.sinks or shift == 0 <= offset):
                 plan = _tuple(Plan, (None, (_tuple(Write, (None, 0, length, column)),)))
                 row = _tuple(Row, (offset + length, shift, first))
                 return plan, Geometry(policy, capacity, (row,))
-        return self._advance(length)
+        return _advanced(self, length)
 
     def _advance(self, length: int) -> tuple[Plan, Geometry]:
         limit = self.policy.limit
+        if length == 0 and self.capacity:
+            return Plan(None, ()), self
         after = [row._replace(offset=row.offset + length) for row in self.rows]
-        needed = max(self.end(row) for row in after)
+        needed = max(1, *(self.end(row) for row in after))
         if needed <= self.capacity and (limit is None or self.capacity <= limit):
             return Plan(None, self._writes(length)), attrs.evolve(self, rows=_collapse(after))
         if limit is None or (needed <= limit and self.capacity <= limit):
@@ -194,6 +198,8 @@ class Geometry:
         return relayout, Geometry(policy, capacity, tuple(rows))
 
     def _writes(self, length: int) -> tuple[Write, ...]:
+        if length == 0:
+            return ()
         pieces = [self._pieces(row, length) for row in self.rows]
         if all(piece == pieces[0] for piece in pieces):
             return tuple(Write(None, *piece) for piece in pieces[0])
@@ -232,30 +238,32 @@ class Geometry:
         The first run, if there are two, holds the sinks.
         """
         policy, rows = self.policy, self.rows
-        sinks = policy.sinks
-        if len(rows) == 1:
-            row = rows[0]
-            if not sinks and policy.limit is None and row.offset > 0:
-                return ((row.shift, row.offset + row.shift),)
-            start, stop = self.lowest(row, queries) + row.shift, self.end(row)
-        else:
-            start = min(self.lowest(row, queries) + row.shift for row in self.rows)
-            stop = max(self.end(row) for row in self.rows)
+        if len(rows) == 1 and policy.limit is None and not policy.sinks and rows[0].offset > 0:
+            offset, shift, _ = rows[0]
+            return ((shift, offset + shift),)
+        return _spans(self, queries)
+
+    def _spans(self, queries: int) -> tuple[tuple[int, int], ...]:
+        rows, sinks = self.rows, self.policy.sinks
+        lows = [(self.lowest(row, queries), row) for row in rows]
+        runs = [(low + row.shift, row.offset + row.shift) for low, row in lows if low < row.offset]
+        if not runs:
+            pinned = min(sinks, max(row.offset for row in rows))
+            return ((0, pinned),) if pinned > 0 else ()
+        start, stop = min(run[0] for run in runs), max(run[1] for run in runs)
         if not sinks:
-            return ((start, stop),) if start < stop else ()
-        pinned = min(sinks, max(row.offset for row in self.rows))
-        if pinned <= 0:
-            return ()
-        if stop <= pinned or start >= stop:
-            return ((0, pinned),)
-        if start <= pinned:
-            return ((0, stop),)
-        return ((0, pinned), (start, stop))
+            return ((start, stop),)
+        return ((0, stop),) if start == sinks else ((0, sinks), (start, stop))
 
     def cover(self, queries: int = 1) -> tuple[tuple[int, int], ...]:
-        """One run of columns that contains :meth:`spans`, so that a read is one slice."""
+        """One run of columns that contains :meth:`spans`, so that a read is one slice.
+
+        It has at least one column, if the buffer has any: queries that are all padding need one.
+        """
         spans = self.spans(queries)
-        return ((spans[0][0], spans[-1][1]),) if len(spans) > 1 else spans
+        if len(spans) > 1:
+            return ((spans[0][0], spans[-1][1]),)
+        return spans or (((0, 1),) if self.capacity else ())
 
     def mask(self, queries: int, spans: tuple[tuple[int, int], ...] | None = None) -> Mask:
         """Which of the columns in ``spans`` each of the last ``queries`` tokens sees.
@@ -264,6 +272,9 @@ class Geometry:
             ``None`` (all see all), ``"causal"`` (aligned at the lower right) or a
             :class:`MaskArray`, which :func:`mask_array` turns into a bool array.
         """
+        return _mask(self, queries, spans)
+
+    def _mask(self, queries: int, spans: tuple[tuple[int, int], ...] | None) -> Mask:
         exact = self.spans(queries)
         spans = exact if spans is None else spans
         if spans == exact and self._alike(queries):
@@ -314,8 +325,7 @@ class Geometry:
                     "reserve"
                 )
         after = [
-            row._replace(offset=row.offset - count)
-            for row, count in zip(rows, counts, strict=True)
+            row._replace(offset=row.offset - count) for row, count in zip(rows, counts, strict=True)
         ]
         return attrs.evolve(self, rows=_collapse(after))
 
@@ -330,6 +340,14 @@ class Geometry:
         capacity = round_up(max(1, *(self.end(row) for row in moved)))
         relayout = Relayout(capacity, tuple(zip(indices, spans, strict=True)))
         return relayout, Geometry(self.policy, capacity, _collapse(moved))
+
+
+# The layers of a model ask the same of equal geometries, one after another: the first answers for
+# all, and hands them one and the same geometry, which makes the next look-up a comparison by
+# identity.
+_advanced = lru_cache(maxsize=64)(Geometry._advance)
+_spans = lru_cache(maxsize=64)(Geometry._spans)
+_mask = lru_cache(maxsize=64)(Geometry._mask)
 
 
 def _aligned(policy: Policy, rows: Sequence[Row], kept: Sequence[int]):

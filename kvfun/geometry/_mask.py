@@ -40,7 +40,8 @@ def mask_array(mask: Mask, *, queries: int = 0, columns: int = 0) -> Bool[mx.arr
 
     Returns:
         ``[L, N]`` where the rows are alike, else ``[B, 1, L, N]``; ``None`` for ``None``. Every
-        query sees at least one column, so no softmax is empty: a padding token sees itself.
+        query sees at least one column, so no softmax is empty: a padding token, which nobody asks
+        for, sees the first column of the read.
     """
     if mask is None:
         return None
@@ -56,7 +57,7 @@ def mask_array(mask: Mask, *, queries: int = 0, columns: int = 0) -> Bool[mx.arr
 def _build(mask: MaskArray) -> mx.array:
     policy, rows = mask.policy, mask.rows
     columns = [mx.arange(start, stop, dtype=mx.int32) for start, stop in mask.spans]
-    column = mx.concatenate(columns)[None] if len(columns) > 1 else columns[0][None]
+    column = mx.concatenate(columns or [mx.arange(0, dtype=mx.int32)])[None]
     index = mx.arange(mask.queries, dtype=mx.int32)[:, None]
     if len(rows) == 1:
         offset, shift, first = rows[0]
@@ -70,8 +71,9 @@ def _build(mask: MaskArray) -> mx.array:
         seen = seen & (position > query - policy.window)
     if policy.chunk is not None:
         seen = seen & (position // policy.chunk == query // policy.chunk)
+    seen = seen & (position <= query)
     if policy.sinks:
-        pinned = column < policy.sinks
-        seen = mx.where(pinned, column <= mx.maximum(query, 0), seen & (position <= query))
-        return seen | (~pinned & (position == query))
-    return (seen & (position <= query)) | (position == query)
+        seen = mx.where(column < policy.sinks, column <= query, seen)
+    if any(row.offset < mask.queries for row in rows):
+        seen = mx.where(query < 0, column == (mask.spans or ((0, 0),))[0][0], seen)
+    return seen

@@ -32,7 +32,14 @@ def _at_least(minimum: int):
     return check
 
 
-@attrs.frozen
+def _limit(policy: Policy) -> int | None:
+    spans = [span for span in (policy.window, policy.chunk) if span is not None]
+    if not spans:
+        return None
+    return round_up(policy.sinks + min(spans) - 1 + max(policy.reserve, 1) + SLACK)
+
+
+@attrs.frozen(cache_hash=True)
 class Policy:
     """Visibility and retention of positions, the same for every row.
 
@@ -44,8 +51,9 @@ class Policy:
         window: sliding window in tokens, ``None`` for full attention.
         sinks: the first positions that stay visible for ever.
         chunk: attention is limited to the query's own chunk of so many positions.
-        reserve: tokens that can be rolled back exactly at any time after the window has filled.
-            The last append can always be rolled back whole, whatever the reserve.
+        reserve: tokens that can be rolled back exactly at any time after the window has filled,
+            counted from the highest offset the row has had. The last append can always be rolled
+            back whole, whatever the reserve; left padding is no token and cannot be given back.
 
     Raises:
         GeometryError: a value out of range.
@@ -55,15 +63,10 @@ class Policy:
     sinks: int = attrs.field(default=0, validator=_at_least(0))
     chunk: int | None = attrs.field(default=None, validator=_at_least(1))
     reserve: int = attrs.field(default=0, validator=_at_least(0))
-    limit: int | None = attrs.field(init=False, eq=False, repr=False)
+    limit: int | None = attrs.field(
+        init=False, eq=False, repr=False, default=attrs.Factory(_limit, takes_self=True)
+    )
     """Columns a bounded buffer is compacted to, ``None`` where nothing is ever dropped."""
-
-    @limit.default  # pyright: ignore[reportAttributeAccessIssue]
-    def _limit(self) -> int | None:
-        spans = [span for span in (self.window, self.chunk) if span is not None]
-        if not spans:
-            return None
-        return round_up(self.sinks + min(spans) - 1 + max(self.reserve, 1) + SLACK)
 
     def lowest(self, query: int) -> int:
         """The lowest position behind the sinks that a query at position ``query`` sees."""
