@@ -9,10 +9,11 @@ layers 0-1: kv4-g32, full, read as packed numbers
 
 The list goes wherever mlx-lm takes a ``prompt_cache``. Importing this module makes mlx-lm's
 ``load_prompt_cache`` know :class:`KVFunCache`. Works with both of mlx-lm's cache protocols
-(up to 0.32.0, and from 0.32.1 on).
+(up to 0.32.0, and from 0.32.1 on); :func:`load` reads files of either.
 """
 
 from ._attention import attention
+from ._file import load
 from ._make import LayerReport, PromptCache, describe, make_prompt_cache
 from ._shell import KVFunCache
 from ._speculative import speculative_cache
@@ -23,6 +24,7 @@ __all__ = [
     "PromptCache",
     "attention",
     "describe",
+    "load",
     "make_prompt_cache",
     "speculative_cache",
 ]

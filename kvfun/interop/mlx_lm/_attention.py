@@ -73,11 +73,12 @@ def _router(original):
     def scaled_dot_product_attention(
         queries, keys, values, cache, scale, mask=None, sinks=None, **more
     ):
-        if not isinstance(cache, KVFunCache) or not cache.handed_out(keys, values) or more:
+        length = queries.shape[2]
+        ours = isinstance(cache, KVFunCache) and cache.handed_out(keys, values)
+        if not ours or length != cache.block or more:
             return original(
                 queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks, **more
             )
-        length = queries.shape[2]
         return verbs.attend(
             cache.record,
             queries,

@@ -21,6 +21,10 @@ POSITIONS_FROM_ROWS = {
 }
 """Models, by module, that go wrong when any column is ever dropped."""
 
+QUERIES_TWICE = {"iquestloopcoder"}
+"""Models, by module, that attend twice with the same queries: mlx-lm's quantized attention scales
+the queries it is given in place, so such a model may only be handed decoded columns."""
+
 SINKS = 4
 """First tokens that stay when a full layer is limited, as many as mlx-lm keeps."""
 
@@ -83,20 +87,27 @@ def make_prompt_cache(
     codec = Codec.of(spec)
     if max_size is not None and (not isinstance(max_size, int) or max_size <= sinks):
         raise ValueError(f"max_size must be an integer above the {sinks} sinks, not {max_size!r}")
-    name = getattr(model, "model_type", None) or type(model).__module__.rpartition(".")[2]
-
-    packed = can_be_packed(empty(codec))
+    modules = {type(part).__module__.rpartition(".")[2] for part in model.modules()}
+    failure = _dropping(modules) if max_size is not None else None
+    packed = can_be_packed(empty(codec)) and not modules & QUERIES_TWICE
     first = _Recipe(codec, max_size, sinks, reserve, packed, index=codec)
-    failures = []
-    for recipe in _tries(first):
-        failure = _probe(model, recipe, name)
+    for recipe in _tries(first) if failure is None else ():
+        failure = _probe(model, recipe)
         if failure is None:
-            return _build(model, recipe, name)
-        failures.append(failure)
-        if isinstance(failure, CodecError):
+            return _build(model, recipe)
+        if isinstance(failure, (CodecError, UnsupportedError)):
             break
-    last = failures[-1]
-    raise UnsupportedError(f"{name} cannot run on {codec.spec} caches: {last}") from last
+    name = getattr(model, "model_type", None) or type(model).__module__.rpartition(".")[2]
+    limit = "" if max_size is None else f" with max_size={max_size}"
+    raise UnsupportedError(
+        f"{name} cannot run on {codec.spec} caches{limit}: {failure}"
+    ) from failure
+
+
+def _dropping(modules: set[str]) -> Exception | None:
+    """Why no column of the model's caches may be dropped."""
+    reasons = [POSITIONS_FROM_ROWS[module] for module in modules if module in POSITIONS_FROM_ROWS]
+    return UnsupportedError(reasons[0]) if reasons else None
 
 
 def _tries(recipe: _Recipe) -> Iterator[_Recipe]:
@@ -123,10 +134,10 @@ class _Recipe:
     shell: type[KVFunCache] = KVFunCache
 
 
-def _build(model: Any, recipe: _Recipe, name: str) -> PromptCache:
+def _build(model: Any, recipe: _Recipe) -> PromptCache:
     theirs = mlx_lm_cache.make_prompt_cache(model)
     return PromptCache(
-        [_shell(cache, recipe, f"{name}, layer {index}") for index, cache in enumerate(theirs)]
+        [_shell(cache, recipe, f"layer {index}") for index, cache in enumerate(theirs)]
     )
 
 
@@ -150,6 +161,10 @@ def _shell(cache: Any, recipe: _Recipe, where: str) -> Any:
         limit = cache.max_size if recipe.max_size is None else min(cache.max_size, recipe.max_size)
         policy = (limit - cache.keep, cache.keep, None)
     elif kind is mlx_lm_cache.ChunkedKVCache:
+        if recipe.max_size is not None and recipe.max_size < cache.chunk_size:
+            raise UnsupportedError(
+                f"{where}: its mask shows a chunk of {cache.chunk_size}, which cannot be limited"
+            )
         policy = (None, 0, cache.chunk_size)
     else:
         raise UnsupportedError(
@@ -169,11 +184,15 @@ class _Asked(KVFunCache):
         self.asked = True
         return super().make_mask(*args, **kwargs)
 
+    def handed_out(self, keys: Any, values: Any) -> bool:
+        """Never routed, since the caches may be used outside :func:`attention` too."""
+        return False
 
-def _probe(model: Any, recipe: _Recipe, name: str) -> Exception | None:
+
+def _probe(model: Any, recipe: _Recipe) -> Exception | None:
     """Why the model cannot run on such caches: two steps, built but never computed."""
-    cache = _build(model, attrs.evolve(recipe, shell=_Asked), name)
     try:
+        cache = _build(model, attrs.evolve(recipe, shell=_Asked))
         model(mx.zeros((1, 2), mx.int32), cache=cache)
         model(mx.zeros((1, 1), mx.int32), cache=cache)
     except Exception as error:  # whatever stops the model is the answer

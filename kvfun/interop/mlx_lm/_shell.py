@@ -14,7 +14,8 @@ from ... import planes as p
 from ... import tree
 from ...caches import KV
 from ...codecs import Affine
-from ...geometry import MaskArray, mask_array
+from ...errors import CorruptError
+from ...geometry import Geometry, Mask, MaskArray, mask_array, stride
 from ...record import replace
 from . import _state
 
@@ -88,10 +89,9 @@ class KVFunCache:
         mask = geometry.mask(N)
         if window_size is not None:
             mask = _narrowed(geometry, mask, N, window_size)
-        if mask is None or (mask == "causal" and not return_array):
+        if mask is None or isinstance(mask, mx.array) or (mask == "causal" and not return_array):
             return mask
-        columns = sum(stop - start for start, stop in geometry.spans(N))
-        return mask_array(mask, queries=N, columns=columns)
+        return mask_array(mask, queries=N, columns=stride(geometry.spans(N)))
 
     # -- position and size ----------------------------------------------------------------------
 
@@ -172,7 +172,9 @@ class KVFunCache:
         if OLD_PROTOCOL:
             planes = tuple(_state.dump(self.record, self.block)[1])
             split = len(self.record.keys)
-            return [_plane(planes[:split]), _plane(planes[split:])] if planes else []
+            if not planes:  # an empty list would leave no trace in a file
+                return [mx.zeros(0)]
+            return [_plane(planes[:split]), _plane(planes[split:])]
         header, planes = _state.dump(self.record)
         return [header, self._mode(), *planes]
 
@@ -182,8 +184,7 @@ class KVFunCache:
             # The description follows with meta_state.
             self._planes = [plane for side in state or () for plane in _planes(side)]
             return
-        header, mode, *planes = state
-        self.__init__(_state.load(header, planes), packed=mode == PACKED)
+        self.__init__(*restored(state[:2], list(state[2:])))
 
     @property
     def meta_state(self):
@@ -192,9 +193,7 @@ class KVFunCache:
 
     @meta_state.setter
     def meta_state(self, strings) -> None:
-        header, mode = strings
-        planes = self.__dict__.pop("_planes", [])
-        self.__init__(_state.load(header, planes), packed=mode == PACKED)
+        self.__init__(*restored(strings, self.__dict__.pop("_planes", [])))
 
     def _mode(self) -> str:
         return PACKED if hasattr(self, "bits") else DECODED
@@ -246,15 +245,40 @@ def can_be_packed(record: KV) -> bool:
     return isinstance(keys, Affine) and not keys.pad and keys.spec == record.codec.values.spec
 
 
-def _narrowed(geometry, mask, length: int, window: int):
-    """The mask under a window narrower than the cache's own."""
-    policy = geometry.policy
-    if policy.window is not None and policy.window <= window:
+def restored(strings: Any, planes: list[mx.array]) -> tuple[KV, bool]:
+    """The record that a description stands for, and whether it was handed out packed.
+
+    Raises:
+        CorruptError: not such a description, or arrays that do not fit it.
+    """
+    if len(strings) != 2 or strings[1] not in (PACKED, DECODED):
+        raise CorruptError(f"not the state of a kvfun cache: {strings!r:.80}")
+    record, packed = _state.load(strings[0], planes), strings[1] == PACKED
+    if packed and not can_be_packed(record):
+        raise CorruptError(f"{record.codec.spec} planes cannot be handed out packed")
+    return record, packed
+
+
+def _narrowed(geometry: Geometry, mask: Mask, length: int, window: int) -> Mask | mx.array:
+    """The mask under a window of the model's own, which hides sinks too."""
+    policy, rows = geometry.policy, geometry.rows
+    if not policy.sinks and policy.window is not None and policy.window <= window:
         return mask
-    if all(row.offset <= window for row in geometry.rows):
+    if all(row.offset <= window for row in rows):
         return mask  # nobody sees that far back yet
-    narrow = attrs.evolve(policy, window=window)
-    return MaskArray(length, geometry.spans(length), geometry.rows, narrow)
+    spans = geometry.spans(length)
+    narrow = attrs.evolve(policy, window=min(window, policy.window or window))
+    described = MaskArray(length, spans, rows, narrow)
+    if not policy.sinks:
+        return described
+    # A sink's column is its position.
+    column = mx.arange(stride(spans))
+    offsets = mx.array([row.offset for row in rows]).reshape(-1, 1, 1, 1)
+    query = offsets - length + mx.arange(length)[:, None]
+    hidden = (column < policy.sinks) & (column <= query - window)
+    seen = mask_array(described)
+    assert seen is not None
+    return seen & ~(hidden[0, 0] if len(rows) == 1 else hidden)
 
 
 def _plane(planes):

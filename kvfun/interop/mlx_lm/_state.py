@@ -88,26 +88,47 @@ def load(header: str, planes: list[mx.array]) -> KV:
     if version != VERSION:
         raise CorruptError(f"the state has version {version!r}; this kvfun reads {VERSION}")
     try:
-        policy = Policy(said["window"], said["sinks"], said["chunk"], said["reserve"])
-        rows = tuple(Row(*row) for row in said["rows"])
-        codec, layout = Codec.of(said["codec"]), said["layout"]
-        if layout is not None:
-            dtypes = {name: getattr(mx, layout[name]) for name in ("key_dtype", "value_dtype")}
-            layout = Layout(**{**layout, **dtypes})
-        split = said["keys"]
+        geometry, codec, layout, split = _described(said)
+        used = max(0, *(geometry.end(row) for row in geometry.rows))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptError(f"the state of a kvfun cache is damaged: {error}") from error
-    geometry = Geometry(policy, 0, rows)
     if layout is None:
         return KV((), (), codec, geometry)
-    used = max(0, *(geometry.end(row) for row in rows))
-    for plane in planes:
-        if plane.ndim != 4 or plane.shape[:3] != (layout.batch, layout.kv_heads, used):
-            raise CorruptError(
-                f"a plane of {tuple(plane.shape)} where [{layout.batch}, {layout.kv_heads}, "
-                f"{used}, ...] was saved"
-            )
+    _check(planes, layout, codec, used, split)
     capacity = round_up(max(used, 1))
     relayout = Relayout(capacity, ((None, ((0, used, 0),) if used else ()),))
     laid = tuple(p.lay_out(plane, relayout) for plane in planes)
     return KV(laid[:split], laid[split:], codec, attrs.evolve(geometry, capacity=capacity), layout)
+
+
+def _described(said: dict) -> tuple[Geometry, Codec, Layout | None, int]:
+    policy = Policy(said["window"], said["sinks"], said["chunk"], said["reserve"])
+    rows = tuple(Row(*row) for row in said["rows"])
+    codec, layout = Codec.of(said["codec"]), said["layout"]
+    if layout is not None:
+        dtypes = {name: getattr(mx, layout[name]) for name in ("key_dtype", "value_dtype")}
+        layout = Layout(**{**layout, **dtypes})
+    numbers = [number for row in rows for number in row]
+    if layout is not None:
+        numbers += [layout.batch, layout.kv_heads, layout.head_dim, layout.value_dim]
+    if any(type(number) is not int for number in numbers):
+        raise TypeError(f"{numbers} should be integers")
+    if len(rows) not in (1, 1 if layout is None else layout.batch):
+        raise ValueError(f"{len(rows)} rows")
+    if any(min(row.first, row.first + row.shift) < policy.sinks for row in rows):
+        raise ValueError(f"rows {rows} hold what is not there")
+    return Geometry(policy, 0, rows), codec, layout, said["keys"]
+
+
+def _check(planes: list[mx.array], layout: Layout, codec: Codec, used: int, split: int) -> None:
+    """Raise ``CorruptError`` where the arrays are not such as the codec makes."""
+    one = (layout.batch, layout.kv_heads, 1)
+    try:
+        keys = codec.keys.encode(mx.zeros((*one, layout.head_dim), layout.key_dtype))
+        values = codec.values.encode(mx.zeros((*one, layout.value_dim), layout.value_dtype))
+    except ValueError as error:
+        raise CorruptError(f"{codec.spec} planes of {layout} cannot be: {error}") from error
+    wanted = [((*x.shape[:2], used, *x.shape[3:]), x.dtype) for x in keys + values]
+    got = [(tuple(plane.shape), plane.dtype) for plane in planes]
+    if got != wanted or split != len(keys):
+        raise CorruptError(f"planes {got} where {wanted} were saved")
