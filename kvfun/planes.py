@@ -34,24 +34,26 @@ def write(planes: Planes, plan: Plan, block: Planes) -> Planes:
     """
     relayout, writes = plan
     if relayout is not None:
-        planes = (
-            tuple([lay_out(plane, relayout) for plane in planes])
-            if planes
-            else zeros(block, block[0].shape[0], relayout.capacity)
-        )
-    result = list(map(_handle, planes))
+        planes = _laid_out(planes, relayout, block)
+    result = [*map(_handle, planes)]
     for row, start, stop, column in writes:
         columns = (_ALL, _ALL, slice(column, column + stop - start))
+        part = block
         if row is not None:
             columns = (slice(row, row + 1), *columns[1:])
-            block_part = [new[row : row + 1, :, start:stop] for new in block]
-        elif start == 0 and stop == block[0].shape[2]:
-            block_part = block
-        else:
-            block_part = [new[:, :, start:stop] for new in block]
-        for plane, new in zip(result, block_part):  # noqa: B905 (strict costs a tenth of a token)
+            part = [new[row : row + 1, :, start:stop] for new in block]
+        elif start or stop != block[0].shape[2]:
+            part = [new[:, :, start:stop] for new in block]
+        for plane, new in zip(result, part):  # noqa: B905 (strict costs a tenth of a token)
             plane[columns] = new
     return tuple(result)
+
+
+def _laid_out(planes: Planes, relayout: Relayout, block: Planes) -> Planes:
+    """The planes laid out anew, or the first ones: zeros that look like the block."""
+    if planes:
+        return tuple([lay_out(plane, relayout) for plane in planes])
+    return zeros(block, block[0].shape[0], relayout.capacity)
 
 
 def lay_out(plane: mx.array, relayout: Relayout) -> mx.array:
@@ -89,6 +91,8 @@ def read(planes: Planes, spans: Sequence[tuple[int, int]]) -> Planes:
     """The columns of ``spans``, one after another; one span is a view."""
     if len(spans) == 1:
         ((start, stop),) = spans
+        if len(planes) == 1:  # the plain codecs' case, a tenth faster without the loop
+            return (planes[0][:, :, start:stop],)
         return tuple([plane[:, :, start:stop] for plane in planes])
     if not spans:
         return tuple([plane[:, :, :0] for plane in planes])

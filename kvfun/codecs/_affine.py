@@ -22,6 +22,10 @@ class Affine:
     cut along the token axis is byte-exact, and encoding many tokens at once equals encoding them
     one by one.
 
+    A number is decoded as the nearest of its group's levels, half a step away at most. Zero is a
+    level where the group has both signs, so the levels may end up to one step before the group's
+    smallest or largest number.
+
     Args:
         bits: 2, 3, 4, 5, 6 or 8.
         group_size: 32, 64 or 128.
@@ -40,9 +44,9 @@ class Affine:
     pad: bool = static(default=False)
 
     def __attrs_post_init__(self) -> None:
-        if isinstance(self.bits, bool) or self.bits not in BITS:
+        if type(self.bits) is not int or self.bits not in BITS:
             raise CodecError(f"bits must be one of {BITS}, not {self.bits!r}")
-        if self.group_size not in GROUP_SIZES:
+        if type(self.group_size) is not int or self.group_size not in GROUP_SIZES:
             raise CodecError(f"group_size must be one of {GROUP_SIZES}, not {self.group_size!r}")
 
     @property
@@ -81,8 +85,15 @@ class Affine:
         return tuple(mx.quantize(x, group_size=self.group_size, bits=self.bits))
 
     def decode(self, planes: Planes) -> mx.array:
-        """The numbers the planes stand for, ``[batch, heads, tokens, width]``."""
-        return mx.dequantize(*planes, group_size=self.group_size, bits=self.bits)
+        """The numbers the planes stand for, ``[batch, heads, tokens, width]``.
+
+        They are rounded once, to the dtype of the scales: sums of rounded products would be off
+        by what the largest number of the group is rounded by.
+        """
+        packed, scales, biases = planes
+        exact = scales.astype(mx.float32), biases.astype(mx.float32)
+        numbers = mx.dequantize(packed, *exact, group_size=self.group_size, bits=self.bits)
+        return numbers.astype(scales.dtype)
 
     def vector_nbytes(self, head_dim: int, dtype: mx.Dtype) -> int:
         """Exact bytes of one vector of one head, scales and biases included."""

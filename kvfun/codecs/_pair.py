@@ -35,7 +35,7 @@ class VectorCodec(Protocol):
         ...
 
     def width(self, head_dim: int) -> int:
-        """Numbers stored for a vector of ``head_dim``; more than ``head_dim`` where it is padded."""
+        """Numbers stored for a vector of ``head_dim``; more than that where it is padded."""
         ...
 
     def decode(self, planes: Planes) -> mx.array:
@@ -51,9 +51,8 @@ class VectorCodec(Protocol):
 class Codec:
     """How a cache stores keys and values.
 
-    >>> Codec.of("k8v4")
-    Codec(keys=Affine(bits=8, group_size=64, pad=False),
-          values=Affine(bits=4, group_size=64, pad=False))
+    >>> Codec.of("k8v4").values
+    Affine(bits=4, group_size=64, pad=False)
     """
 
     keys: VectorCodec

@@ -9,7 +9,11 @@ from ._affine import Affine
 from ._pair import Codec, VectorCodec
 from ._plain import DTYPES, Plain
 
-_AFFINE = re.compile(r"k(?:v(?P<kv>\d+)|(?P<k>\d+)v(?P<v>\d+))(?:-g(?P<group>\d+))?(?P<pad>-pad)?")
+_NUMBER = "[1-9][0-9]{0,3}"
+_AFFINE = re.compile(
+    rf"k(?:v(?P<kv>{_NUMBER})|(?P<k>{_NUMBER})v(?P<v>{_NUMBER}))(?:-g(?P<group>{_NUMBER}))?"
+    r"(?P<pad>-pad)?"
+)
 
 
 def parse(spec: str) -> Codec:
@@ -36,24 +40,25 @@ def parse(spec: str) -> Codec:
     keys, plus, values = spec.partition("+")
     if plus:
         return Codec(_side(keys, spec), _side(values, spec))
-    return _uniform(spec)
+    return _uniform(spec, spec)
 
 
 def _side(part: str, spec: str) -> VectorCodec:
-    codec = _uniform(part)
+    codec = _uniform(part, spec)
     if format(codec) != codec.keys.spec:
         raise SpecError(f"{spec!r}: {part!r} already names two codecs")
     return codec.keys
 
 
-def _uniform(spec: str) -> Codec:
+def _uniform(spec: str, whole: str) -> Codec:
+    """The codec of ``spec``, a part of the ``whole`` that messages name."""
     if spec == "plain" or spec in DTYPES:
         plain = Plain(None if spec == "plain" else spec)
         return Codec(plain, plain)
     match = _AFFINE.fullmatch(spec)
     if match is None:
         raise SpecError(
-            f"unknown codec spec {spec!r}; known are plain, {', '.join(DTYPES)}, kv<bits>, "
+            f"unknown codec spec {whole!r}; known are plain, {', '.join(DTYPES)}, kv<bits>, "
             "k<bits>v<bits>, each kv spec with -g<group size> and -pad, and <keys>+<values>"
         )
     group, pad = int(match["group"] or 64), bool(match["pad"])
@@ -61,7 +66,7 @@ def _uniform(spec: str) -> Codec:
     try:
         return Codec(Affine(int(key_bits), group, pad), Affine(int(value_bits), group, pad))
     except ValueError as error:
-        raise SpecError(f"{spec!r}: {error}") from error
+        raise SpecError(f"{whole!r}: {error}") from error
 
 
 def format(codec: Codec) -> str:

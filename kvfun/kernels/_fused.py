@@ -1,12 +1,16 @@
-"""MLX's fused attention over decoded planes: the set for plain numbers."""
+"""MLX's fused attention over plain numbers."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import mlx.core as mx
 
 from ..codecs import Codec
 from ..planes import Planes
 from ._masks import four_axes
+from ._tiled import tiled
+from ._unfused import unfused
 
 
 def fused(
@@ -22,16 +26,38 @@ def fused(
     """``mx.fast.scaled_dot_product_attention``, in the queries' dtype."""
     if isinstance(mask, mx.array):
         kv_heads = keys[0].shape[1]
-        mask = four_axes(mask, kv_heads, queries.shape[1] // kv_heads)
+        mask = _finite(four_axes(mask, kv_heads, queries.shape[1] // kv_heads), queries.dtype)
     out = mx.fast.scaled_dot_product_attention(
         queries,
         codec.keys.decode(keys),
         codec.values.decode(values),
         scale=scale,
         mask=mask,
-        sinks=sinks,
+        sinks=None if sinks is None else sinks.astype(queries.dtype),
     )
     return out if out.dtype == queries.dtype else out.astype(queries.dtype)
 
 
-FUSED = {"decode": fused, "window": fused, "masked_window": fused}
+def _finite(mask: mx.array, dtype: mx.Dtype) -> mx.array:
+    """Half the lowest number for -inf, so that a query that sees nothing yields no NaN."""
+    if mask.dtype == mx.bool_:
+        return mask
+    return mx.maximum(mask.astype(dtype), mx.finfo(dtype).min / 2)
+
+
+def _unless_promoted(other: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """The fused kernel, or ``other`` where it would first promote a copy of all that is stored."""
+
+    def kernel(queries: mx.array, keys: Planes, values: Planes, codec: Codec, **rest) -> mx.array:
+        stored = {plane.dtype for plane in (*keys, *values)}
+        read = fused if stored == {queries.dtype} else other
+        return read(queries, keys, values, codec, **rest)
+
+    return kernel
+
+
+FUSED = {
+    "decode": _unless_promoted(unfused),
+    "window": _unless_promoted(tiled),
+    "masked_window": _unless_promoted(tiled),
+}

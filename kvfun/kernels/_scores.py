@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import singledispatch
 
 import mlx.core as mx
@@ -9,28 +10,104 @@ import mlx.core as mx
 from ..codecs import Affine, VectorCodec
 from ..planes import Planes
 
+TILE = 256
+"""The fewest columns decoded at once."""
 
-def _wide(x: mx.array) -> mx.array:
-    """float32 where the device computes quantized products fastest in it: the CPU, tenfold."""
+TILE_NUMBERS = 1 << 19
+"""The numbers of the largest array of a tile, where that allows more columns."""
+
+
+def wide(x: mx.array) -> mx.array:
+    """float32 on the CPU, whose products in bfloat16 are ten times slower; elsewhere as it is."""
     return x.astype(mx.float32) if mx.default_device().type == mx.cpu else x
+
+
+def tile_columns(numbers: int) -> int:
+    """Columns of a tile whose largest array has ``numbers`` numbers a column."""
+    return max(TILE, TILE_NUMBERS // numbers // TILE * TILE)
+
+
+def tiles(planes: Planes, columns: int) -> Iterator[tuple[int, int, Planes]]:
+    """The planes in pieces of so many columns, with the columns where each starts and stops."""
+    total = planes[0].shape[2]
+    for start in range(0, total, columns):
+        stop = min(start + columns, total)
+        yield start, stop, cut(planes, start, stop)
+
+
+def cut(planes: Planes, start: int, stop: int) -> Planes:
+    """Columns ``[start, stop)``."""
+    if (start, stop) == (0, planes[0].shape[2]):
+        return planes
+    return tuple([plane[:, :, start:stop] for plane in planes])
+
+
+def after(planes: Planes, *earlier: mx.array) -> Planes:
+    """The same planes, read only when ``earlier`` is there.
+
+    MLX may evaluate what does not depend on each other in any order: all tiles could be decoded
+    before the first is used.
+    """
+    return tuple(mx.depends(list(planes), list(earlier))) if earlier else planes
+
+
+@singledispatch
+def decode(codec: VectorCodec, planes: Planes, dtype: mx.Dtype) -> mx.array:
+    """The numbers the planes stand for, in ``dtype``."""
+    return codec.decode(planes).astype(dtype)
+
+
+@decode.register
+def _(codec: Affine, planes: Planes, dtype: mx.Dtype) -> mx.array:
+    return codec.decode(_scaled(planes, dtype))
+
+
+def _scaled(planes: Planes, dtype: mx.Dtype) -> Planes:
+    """Affine planes whose numbers come out in ``dtype``: cheaper than to cast them, and exact."""
+    packed, scales, biases = planes
+    return packed, scales.astype(dtype), biases.astype(dtype)
 
 
 @singledispatch
 def scores(codec: VectorCodec, queries: mx.array, planes: Planes) -> mx.array:
-    """``queries @ keys.T``: ``[B, H, L, D]`` with planes of ``[B, H, N, D]`` to ``[B, H, L, N]``."""
-    keys = codec.decode(planes)
-    return _wide(queries) @ _wide(keys).swapaxes(-1, -2)
+    """``queries @ keys.T``: ``[B, H, L, D]`` and planes of ``[B, H, N, D]`` to ``[B, H, L, N]``."""
+    parts = []
+    for keys in _decoded(codec, planes, queries, parts):
+        parts.append(queries @ keys.swapaxes(-1, -2))
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
 
 
 @singledispatch
 def mix(codec: VectorCodec, weights: mx.array, planes: Planes) -> mx.array:
-    """``weights @ values``: ``[B, H, L, N]`` with planes of ``[B, H, N, D]`` to ``[B, H, L, D]``."""
-    return weights @ codec.decode(planes).astype(weights.dtype)
+    """``weights @ values``: ``[B, H, L, N]`` and planes of ``[B, H, N, D]`` to ``[B, H, L, D]``."""
+    parts, start = [], 0
+    for values in _decoded(codec, planes, weights, parts):
+        stop = start + values.shape[2]
+        part = weights[..., start:stop] @ values
+        parts.append(parts[-1] + part if parts else part)
+        start = stop
+    return parts[-1]
+
+
+def _decoded(
+    codec: VectorCodec, planes: Planes, like: mx.array, done: list[mx.array]
+) -> Iterator[mx.array]:
+    """Decoded in the dtype of ``like``: whole if they are stored in it, else tile by tile.
+
+    A tile is decoded when the last product ``done`` is there.
+    """
+    if len(planes) == 1 and planes[0].dtype == like.dtype:
+        yield codec.decode(planes)
+        return
+    batch, heads, rows, _ = like.shape
+    columns = tile_columns(batch * heads * max(planes[0].shape[-1], rows))
+    for _, _, tile in tiles(planes, columns):
+        yield decode(codec, after(tile, *done[-1:]), like.dtype)
 
 
 @scores.register
 def _(codec: Affine, queries: mx.array, planes: Planes) -> mx.array:
-    return _quantized(codec, _wide(queries), planes, transpose=True)
+    return _quantized(codec, queries, planes, transpose=True)
 
 
 @mix.register
@@ -39,12 +116,9 @@ def _(codec: Affine, weights: mx.array, planes: Planes) -> mx.array:
 
 
 def _quantized(codec: Affine, x: mx.array, planes: Planes, transpose: bool) -> mx.array:
-    packed, scales, biases = planes
     return mx.quantized_matmul(
         x,
-        packed,
-        scales.astype(x.dtype),
-        biases.astype(x.dtype),
+        *_scaled(planes, x.dtype),
         transpose=transpose,
         group_size=codec.group_size,
         bits=codec.bits,
@@ -58,5 +132,3 @@ def fold(queries: mx.array, kv_heads: int) -> mx.array:
     """
     batch, heads, length, dim = queries.shape
     return queries.reshape(batch, kv_heads, heads // kv_heads * length, dim)
-
-

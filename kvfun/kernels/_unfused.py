@@ -7,7 +7,7 @@ import mlx.core as mx
 from ..codecs import Codec
 from ..planes import Planes
 from ._masks import five_axes, lower_right
-from ._scores import fold, mix, scores
+from ._scores import fold, mix, scores, wide
 
 
 def unfused(
@@ -20,7 +20,7 @@ def unfused(
     mask: mx.array | str | None = None,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Scores in float32 where that is faster on the device, else in the queries' dtype.
+    """The scores of all queries at once, in the dtype that suits the device.
 
     Hidden columns get the smallest finite score, so that a query that sees nothing yields an
     average and not NaN.
@@ -28,33 +28,30 @@ def unfused(
     batch, heads, length, _ = queries.shape
     kv_heads, columns = keys[0].shape[1:3]
     group = heads // kv_heads
-    s = scores(codec.keys, fold(queries * scale, kv_heads), keys)
+    s = scores(codec.keys, fold(wide(queries) * scale, kv_heads), keys)
     if mask is not None or sinks is not None:
-        s = s.reshape(batch, kv_heads, group, length, columns)
-        s = masked(s, mask, lambda: lower_right(length, columns, 0, columns))
+        if isinstance(mask, str):
+            mask = lower_right(length, columns, 0, columns)
+        elif mask is not None:
+            mask = five_axes(mask, kv_heads, group)
+        s = masked(s.reshape(batch, kv_heads, group, length, columns), mask)
         if sinks is not None:
             s = mx.concatenate([_sink_scores(sinks, s), s], axis=-1)
-        weights = mx.softmax(s, axis=-1, precise=True)
-        if sinks is not None:
-            weights = weights[..., 1:]
-        weights = weights.reshape(batch, kv_heads, group * length, columns)
-    else:
-        weights = mx.softmax(s, axis=-1, precise=True)
-    out = mix(codec.values, weights, values)
+    weights = mx.softmax(s, axis=-1, precise=True)
+    if sinks is not None:
+        weights = weights[..., 1:]
+    out = mix(codec.values, weights.reshape(batch, kv_heads, group * length, columns), values)
     return out.reshape(batch, heads, length, out.shape[-1]).astype(queries.dtype)
 
 
-def masked(s: mx.array, mask, causal) -> mx.array:
-    """Scores ``[B, kv_heads, group, L, N]`` under a mask; ``causal()`` is the array for a string."""
+def masked(s: mx.array, mask: mx.array | None) -> mx.array:
+    """Scores ``[B, kv_heads, group, L, N]`` under a mask that broadcasts to them."""
     if mask is None:
         return s
-    if isinstance(mask, str):
-        mask = causal()
-    else:
-        mask = five_axes(mask, *s.shape[1:3])
+    lowest = mx.finfo(s.dtype).min
     if mask.dtype == mx.bool_:
-        return mx.where(mask, s, mx.finfo(s.dtype).min)
-    return s + mask.astype(s.dtype)
+        return mx.where(mask, s, lowest)
+    return mx.maximum(s + mask.astype(s.dtype), lowest)
 
 
 def _sink_scores(sinks: mx.array, s: mx.array) -> mx.array:

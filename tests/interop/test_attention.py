@@ -15,6 +15,7 @@ import mlx_lm.models.cache as mlx_lm_cache
 from mlx_lm.models import base
 
 import kvfun.caches
+from kvfun import planes
 from kvfun.errors import UnsupportedError
 from kvfun.interop.mlx_lm import _attention as module
 from kvfun.interop.mlx_lm import attention, make_prompt_cache
@@ -31,22 +32,22 @@ STEPS = (13, 17, 1, 1, 9)
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The phases of a model's calls of ``kvfun.attend``, each held to its decoded numbers."""
+    """The phases of a model's routed calls, each held to its decoded numbers."""
     phases: list[str] = []
-    attend = kvfun.caches.attend
+    attend = kvfun.caches.attend_columns
 
-    def counted(cache, queries, *, scale, phase, sinks, mask):
+    def counted(cache, queries, spans, mask, *, scale, phase, sinks):
         phases.append(phase)
-        out = attend(cache, queries, scale=scale, phase=phase, sinks=sinks, mask=mask)
-        decoded = [x.astype(queries.dtype) for x in kvfun.fetch(cache, queries=queries.shape[2])]
-        mask = None if isinstance(mask, str) and mask == "full" else mask
+        out = attend(cache, queries, spans, mask, scale=scale, phase=phase, sinks=sinks)
+        read = planes.read(cache.keys, spans), planes.read(cache.values, spans)
+        decoded = [x.astype(queries.dtype) for x in kvfun.caches.decoded(cache, *read)]
         wanted = mx.fast.scaled_dot_product_attention(
             queries, *decoded, scale=scale, mask=mask, sinks=sinks
         )
         assert mx.max(mx.abs(out - wanted)).item() < 1e-4 * (1 + mx.max(mx.abs(wanted)).item())
         return out
 
-    monkeypatch.setattr(kvfun.caches, "attend", counted)
+    monkeypatch.setattr(kvfun.caches, "attend_columns", counted)
     return phases
 
 

@@ -274,7 +274,7 @@ def test_masks_of_one_query_are_arrays_only_where_something_is_hidden():
     cache.update_and_fetch(*block(30))
     assert cache.make_mask(1) is None
     assert cache.make_mask(1, window_size=31) is None
-    assert cache.make_mask(1, window_size=30).tolist() == [[False] + [True] * 30]
+    assert cache.make_mask(1, window_size=30).tolist() == [[[[False] + [True] * 30]]]
     assert cache.make_mask(4) == "causal"
     assert cache.make_mask(4, return_array=True).shape == (4, 34)
 

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 
 from ... import caches as verbs
@@ -79,18 +78,14 @@ def _router(original):
             return original(
                 queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks, **more
             )
-        return verbs.attend(
+        return verbs.attend_columns(
             cache.record,
             queries,
+            cache.columns(cache.record.geometry, length),
+            mask,
             scale=scale,
             phase="decode" if length == 1 else "window",
             sinks=sinks,
-            mask=_given(mask, length),
         )
 
     return scaled_dot_product_attention
-
-
-def _given(mask: Any, length: int) -> mx.array | str | None:
-    """The model's own mask; its ``None`` means that all queries see all columns."""
-    return ("full" if length > 1 else None) if mask is None else mask

@@ -13,7 +13,7 @@ from ...caches import KV, empty
 from ...codecs import Codec
 from ...errors import CodecError, UnsupportedError
 from ...kernels import FUSED, kernels_for
-from ._shell import KVFunCache, can_be_packed
+from ._shell import OLD_PROTOCOL, KVFunCache, can_be_packed
 
 POSITIONS_FROM_ROWS = {
     "afm7": "its layers without a cache count positions by the columns they are handed",
@@ -92,9 +92,9 @@ def make_prompt_cache(
     packed = can_be_packed(empty(codec)) and not modules & QUERIES_TWICE
     first = _Recipe(codec, max_size, sinks, reserve, packed, index=codec)
     for recipe in _tries(first) if failure is None else ():
-        failure = _probe(model, recipe)
+        failure, exact = _probe(model, recipe)
         if failure is None:
-            return _build(model, recipe)
+            return _build(model, attrs.evolve(recipe, exact=exact))
         if isinstance(failure, (CodecError, UnsupportedError)):
             break
     name = getattr(model, "model_type", None) or type(model).__module__.rpartition(".")[2]
@@ -131,6 +131,7 @@ class _Recipe:
     packed: bool
     index: Codec
     """Of the second and later caches of one layer, which index the first."""
+    exact: bool = True
     shell: type[KVFunCache] = KVFunCache
 
 
@@ -172,36 +173,43 @@ def _shell(cache: Any, recipe: _Recipe, where: str) -> Any:
         )
     window, sinks, chunk = policy
     record = empty(recipe.codec, window=window, sinks=sinks, chunk=chunk, reserve=recipe.reserve)
-    return recipe.shell(record, recipe.packed)
+    return recipe.shell(record, recipe.packed, recipe.exact)
 
 
 class _Asked(KVFunCache):
-    """A cache that notices whether the model asks it for a mask."""
+    """A cache that notes for how many tokens the model asks for a mask."""
 
-    asked = False
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.asked: set[int] = set()
 
-    def make_mask(self, *args, **kwargs):
-        self.asked = True
-        return super().make_mask(*args, **kwargs)
+    def make_mask(self, N: int, *args: Any, **kwargs: Any):
+        self.asked.add(N)
+        return super().make_mask(N, *args, **kwargs)
 
     def handed_out(self, keys: Any, values: Any) -> bool:
         """Never routed, since the caches may be used outside :func:`attention` too."""
         return False
 
 
-def _probe(model: Any, recipe: _Recipe) -> Exception | None:
-    """Why the model cannot run on such caches: two steps, built but never computed."""
+def _probe(model: Any, recipe: _Recipe) -> tuple[Exception | None, bool]:
+    """Two steps of the model, built but never computed.
+
+    Returns:
+        Why it cannot run on such caches, if so; and whether it must only be handed what it sees.
+    """
     try:
         cache = _build(model, attrs.evolve(recipe, shell=_Asked))
         model(mx.zeros((1, 2), mx.int32), cache=cache)
         model(mx.zeros((1, 1), mx.int32), cache=cache)
     except Exception as error:  # whatever stops the model is the answer
-        return error
+        return error, True
     shells = [shell for entry in cache for shell in _shells(entry)]
     windowed = [shell for shell in shells if shell.record.geometry.policy.window is not None]
-    if windowed and not any(shell.asked for shell in windowed):
-        return ValueError("it never asks its caches for a mask, so no window could hold")
-    return None
+    asked = {length for shell in windowed for length in shell.asked}
+    if windowed and not asked:
+        return ValueError("it never asks its caches for a mask, so no window could hold"), True
+    return None, OLD_PROTOCOL or 1 not in asked
 
 
 def _shells(cache: Any) -> Iterator[Any]:

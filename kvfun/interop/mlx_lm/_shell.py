@@ -37,10 +37,14 @@ class KVFunCache:
         record: the cache.
         packed: hand out ``mx.quantize`` triples, which mlx-lm's quantized attention reads; only
             where keys and values are affine with the same bits and group size.
+        exact: hand out visible columns only. Otherwise the read is one slice, which costs no copy,
+            and the mask hides what lies between sinks and window: for models that ask for the
+            mask of a single token too.
     """
 
-    def __init__(self, record: KV, packed: bool = False):
+    def __init__(self, record: KV, packed: bool = False, exact: bool = True):
         self.record = record
+        self.exact = exact
         self.block = 1
         """Tokens of the last append: what a model attends with right afterwards."""
         self._handed: tuple = ()
@@ -61,14 +65,18 @@ class KVFunCache:
     def keys_and_values(self):
         """What the last block's queries read: arrays, or triples of arrays where packed."""
         record = self.record
-        if hasattr(self, "bits"):
-            spans = record.geometry.spans(self.block)
-            keys, values = p.read(record.keys, spans), p.read(record.values, spans)
-            self._handed = (weakref.ref(keys[0]), weakref.ref(values[0]))
-        else:
-            keys, values = verbs.fetch(record, queries=self.block)
+        spans = self.columns(record.geometry, self.block)
+        keys, values = p.read(record.keys, spans), p.read(record.values, spans)
+        if not hasattr(self, "bits"):
+            keys, values = verbs.decoded(record, keys, values)
             self._handed = (weakref.ref(keys), weakref.ref(values))
+        else:
+            self._handed = (weakref.ref(keys[0]), weakref.ref(values[0]))
         return keys, values
+
+    def columns(self, geometry: Geometry, queries: int) -> tuple[tuple[int, int], ...]:
+        """The columns that the last ``queries`` tokens are handed."""
+        return geometry.spans(queries) if self.exact else geometry.cover(queries)
 
     def handed_out(self, keys: Any, values: Any) -> bool:
         """Whether these are what :meth:`keys_and_values` returned last, untouched."""
@@ -86,12 +94,18 @@ class KVFunCache:
             window_size: a window of the caller's that is narrower than the cache's own.
         """
         _, geometry = self.record.geometry.advance(N)
-        mask = geometry.mask(N)
+        spans = self.columns(geometry, N)
+        mask = geometry.mask(N, spans)
         if window_size is not None:
-            mask = _narrowed(geometry, mask, N, window_size)
-        if mask is None or isinstance(mask, mx.array) or (mask == "causal" and not return_array):
+            narrowed = _narrowed(geometry, mask, N, spans, window_size)
+            if isinstance(narrowed, mx.array):
+                return narrowed
+            mask = narrowed
+        if mask is None or (mask == "causal" and not return_array):
             return mask
-        return mask_array(mask, queries=N, columns=stride(geometry.spans(N)))
+        array = mask_array(mask, queries=N, columns=stride(spans))
+        # deepseek_v32 wants four axes of a single token's mask; everybody takes them.
+        return array[None, None] if N == 1 and array is not None and array.ndim == 2 else array
 
     # -- position and size ----------------------------------------------------------------------
 
@@ -208,7 +222,7 @@ class KVFunCache:
         return shell
 
     def __copy__(self) -> KVFunCache:
-        copy = KVFunCache(self.record, packed=hasattr(self, "bits"))
+        copy = KVFunCache(self.record, hasattr(self, "bits"), self.exact)
         copy.block = self.block
         return copy
 
@@ -259,14 +273,19 @@ def restored(strings: Any, planes: list[mx.array]) -> tuple[KV, bool]:
     return record, packed
 
 
-def _narrowed(geometry: Geometry, mask: Mask, length: int, window: int) -> Mask | mx.array:
+def _narrowed(
+    geometry: Geometry,
+    mask: Mask,
+    length: int,
+    spans: tuple[tuple[int, int], ...],
+    window: int,
+) -> Mask | mx.array:
     """The mask under a window of the model's own, which hides sinks too."""
     policy, rows = geometry.policy, geometry.rows
     if not policy.sinks and policy.window is not None and policy.window <= window:
         return mask
     if all(row.offset <= window for row in rows):
         return mask  # nobody sees that far back yet
-    spans = geometry.spans(length)
     narrow = attrs.evolve(policy, window=min(window, policy.window or window))
     described = MaskArray(length, spans, rows, narrow)
     if not policy.sinks:
