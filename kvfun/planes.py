@@ -21,11 +21,26 @@ _handle = mx.array.__copy__
 """A fresh handle of the same array: assigning to it leaves the first handle what it was."""
 
 
-def write(planes: Planes, plan: Plan, block: Planes) -> Planes:
-    """The planes after a plan: laid out anew where it says so, then written.
+def write_at(planes: Planes, column: int, block: Planes) -> Planes:
+    """The planes with a block of tokens written to the columns from ``column`` on.
 
     A write is a static slice assignment to a fresh handle: pure for the caller, and done in place
     at evaluation when nobody holds the old planes.
+
+    Args:
+        planes: the stored arrays.
+        column: where the block begins.
+        block: the encoded tokens, ``[batch, heads, tokens, width]`` each.
+    """
+    columns = (_ALL, _ALL, slice(column, column + block[0].shape[2]))
+    result = [*map(_handle, planes)]
+    for plane, new in zip(result, block):  # noqa: B905 (strict costs a tenth of a token)
+        plane[columns] = new
+    return tuple(result)
+
+
+def write(planes: Planes, plan: Plan, block: Planes) -> Planes:
+    """The planes after a plan: laid out anew where it says so, then written as by :func:`write_at`.
 
     Args:
         planes: the stored arrays; empty before the first write.
@@ -35,17 +50,22 @@ def write(planes: Planes, plan: Plan, block: Planes) -> Planes:
     relayout, writes = plan
     if relayout is not None:
         planes = _laid_out(planes, relayout, block)
-    result = [*map(_handle, planes)]
     for row, start, stop, column in writes:
-        columns = (_ALL, _ALL, slice(column, column + stop - start))
         part = block
-        if row is not None:
-            columns = (slice(row, row + 1), *columns[1:])
-            part = [new[row : row + 1, :, start:stop] for new in block]
-        elif start or stop != block[0].shape[2]:
-            part = [new[:, :, start:stop] for new in block]
-        for plane, new in zip(result, part):  # noqa: B905 (strict costs a tenth of a token)
-            plane[columns] = new
+        if start or stop != block[0].shape[2]:
+            part = tuple([new[:, :, start:stop] for new in block])
+        planes = (
+            write_at(planes, column, part) if row is None else _write_row(planes, row, column, part)
+        )
+    return planes
+
+
+def _write_row(planes: Planes, row: int, column: int, block: Planes) -> Planes:
+    """One row of a block, written to that row."""
+    index = (slice(row, row + 1), _ALL, slice(column, column + block[0].shape[2]))
+    result = [*map(_handle, planes)]
+    for plane, new in zip(result, block, strict=True):
+        plane[index] = new[row : row + 1]
     return tuple(result)
 
 

@@ -1,6 +1,6 @@
 """The records and their verbs."""
 
-from ._kv import KV, Layout, empty
+from ._kv import KV, Layout, attend_columns, decoded, empty
 from ._verbs import (
     append,
     attend,
@@ -26,9 +26,11 @@ __all__ = [
     "Layout",
     "append",
     "attend",
+    "attend_columns",
     "batch_size",
     "concat",
     "convert",
+    "decoded",
     "empty",
     "fetch",
     "fork",

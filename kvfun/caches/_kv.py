@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import attrs
 import mlx.core as mx
@@ -10,8 +10,17 @@ import mlx.core as mx
 from .. import planes as p
 from ..codecs import Codec
 from ..errors import CodecError, DTypeError, GeometryError, PhaseError, ShapeError
-from ..geometry import Geometry, Mask, Policy, Relayout, concat_layout, mask_array
-from ..kernels import PHASES, kernels_for
+from ..geometry import (
+    Geometry,
+    Mask,
+    MaskArray,
+    Policy,
+    Relayout,
+    concat_layout,
+    mask_array,
+    stride,
+)
+from ..kernels import kernels_for
 from ..planes import Planes
 from ..record import record, replace, static
 from . import _verbs as verbs
@@ -30,15 +39,16 @@ class Layout:
     padded: bool = attrs.field(default=False, eq=False, repr=False)
     """Whether the codec stores more numbers than a vector has."""
 
-    def accepts(self, keys: mx.array, values: mx.array) -> bool:
-        """Whether a block fits."""
-        batch, heads, length, _ = shape = keys.shape
-        return (
-            shape == (self.batch, self.kv_heads, length, self.head_dim)
-            and values.shape == (batch, heads, length, self.value_dim)
+    def tokens(self, keys: mx.array, values: mx.array) -> int:
+        """How many tokens a block holds, -1 if it does not fit."""
+        batch, heads, tokens, _ = shape = keys.shape
+        fits = (
+            shape == (self.batch, self.kv_heads, tokens, self.head_dim)
+            and values.shape == (batch, heads, tokens, self.value_dim)
             and keys.dtype == self.key_dtype
             and values.dtype == self.value_dtype
         )
+        return tokens if fits else -1
 
 
 @record
@@ -92,18 +102,45 @@ def empty(
 def _append(cache: KV, keys: mx.array, values: mx.array) -> KV:
     layout = cache.layout
     try:
-        fits = layout is not None and layout.accepts(keys, values)
+        tokens = layout.tokens(keys, values) if layout is not None else -1
     except (AttributeError, ValueError):  # not an array, or not of rank 4: said precisely below
-        fits = False
-    if not fits:
+        tokens = -1
+    if tokens < 0:
         layout = _checked(cache, keys, values)
+        tokens = keys.shape[2]
+    if not tokens:
+        return _shaped(cache, layout)
     codec, geometry = cache.codec, cache.geometry
-    positions = geometry.rows
-    plan, geometry = geometry.advance(keys.shape[2])
-    new_keys, new_values = codec.keys.encode(keys, positions), codec.values.encode(values, positions)
-    planes = p.write(cache.keys + cache.values, plan, new_keys + new_values)
+    rows = geometry.rows
+    new_keys = codec.keys.encode(keys, rows)
+    new = new_keys + codec.values.encode(values, rows)
+    column = geometry.slot(tokens)
+    if column is not None:
+        geometry = geometry.written(tokens)
+        planes = p.write_at(cache.keys + cache.values, column, new)
+    else:
+        plan, geometry = geometry.advance(tokens)
+        planes = p.write(cache.keys + cache.values, plan, new)
     split = len(new_keys)
     return KV(planes[:split], planes[split:], codec, geometry, layout)
+
+
+def _shaped(cache: KV, layout: Layout | None) -> KV:
+    """The cache after a block of no tokens: its shapes are known, if they were not."""
+    if cache.layout is not None:
+        return cache
+    assert layout is not None
+    keys, values = _one_zero(cache.codec, layout)
+    plan, geometry = cache.geometry.advance(0)
+    return KV(p.write((), plan, keys), p.write((), plan, values), cache.codec, geometry, layout)
+
+
+def _one_zero(codec: Codec, layout: Layout) -> tuple[Planes, Planes]:
+    """An encoded token of zeros: what planes look like. No codec has to know of empty blocks."""
+    shape = (layout.batch, layout.kv_heads, 1)
+    keys = mx.zeros((*shape, layout.head_dim), layout.key_dtype)
+    values = mx.zeros((*shape, layout.value_dim), layout.value_dtype)
+    return codec.keys.encode(keys), codec.values.encode(values)
 
 
 def _checked(cache: KV, keys: mx.array, values: mx.array) -> Layout:
@@ -127,7 +164,7 @@ def _checked(cache: KV, keys: mx.array, values: mx.array) -> Layout:
     if cache.layout is not None:
         _same(cache.layout, new)
         return cache.layout
-    if 0 in (batch, kv_heads, head_dim, new.value_dim):
+    if 0 in (batch, kv_heads, head_dim):
         raise ShapeError(f"empty axes: keys {tuple(keys.shape)}, values {tuple(values.shape)}")
     cache.geometry.expanded(batch)
     return _for_codec(new, cache.codec)
@@ -158,13 +195,17 @@ def _filled(cache: KV, verb: str) -> Layout:
     return cache.layout
 
 
+def _at_least_one(queries: int) -> None:
+    if isinstance(queries, bool) or not isinstance(queries, int) or queries < 1:
+        raise ShapeError(f"queries must be an integer >= 1, not {queries!r}")
+
+
 def _counted(cache: KV, queries: int) -> int:
     """``queries``, if so many tokens were appended (padding included)."""
     geometry = cache.geometry
     most = max(geometry.end(row) for row in geometry.rows)
     seen = max(row.offset for row in geometry.rows)
-    if isinstance(queries, bool) or not isinstance(queries, int) or queries < 1:
-        raise ShapeError(f"queries must be an integer >= 1, not {queries!r}")
+    _at_least_one(queries)
     if queries > max(most, seen):
         raise ShapeError(
             f"{queries} queries, but the cache holds {seen} tokens; append the queries' own "
@@ -176,12 +217,29 @@ def _counted(cache: KV, queries: int) -> int:
 @verbs.fetch.register(KV)
 def _fetch(cache: KV, *, queries: int = 1) -> tuple[mx.array, mx.array]:
     layout = cache.layout or _filled(cache, "fetch")
-    spans, codec = cache.geometry.spans(queries), cache.codec
-    keys = codec.keys.decode(p.read(cache.keys, spans))
-    values = codec.values.decode(p.read(cache.values, spans))
-    if layout.padded:
-        return _cut(keys, layout.head_dim), _cut(values, layout.value_dim)
-    return keys, values
+    if queries != 1:
+        _at_least_one(queries)
+    spans = cache.geometry.spans(queries)
+    if not spans:
+        return _fetch_nothing(cache.codec, layout)
+    return decoded(cache, p.read(cache.keys, spans), p.read(cache.values, spans))
+
+
+def decoded(cache: KV, keys: Planes, values: Planes) -> tuple[mx.array, mx.array]:
+    """What planes read from a cache stand for, ``[batch, kv_heads, columns, dim]``."""
+    codec, layout = cache.codec, cache.layout
+    k, v = codec.keys.decode(keys), codec.values.decode(values)
+    if layout is not None and layout.padded:
+        return _cut(k, layout.head_dim), _cut(v, layout.value_dim)
+    return k, v
+
+
+def _fetch_nothing(codec: Codec, layout: Layout) -> tuple[mx.array, mx.array]:
+    keys, values = _one_zero(codec, layout)
+    return (
+        _cut(codec.keys.decode(keys), layout.head_dim)[:, :, :0],
+        _cut(codec.values.decode(values), layout.value_dim)[:, :, :0],
+    )
 
 
 def _cut(x: mx.array, dim: int) -> mx.array:
@@ -192,25 +250,49 @@ def _cut(x: mx.array, dim: int) -> mx.array:
 def _attend(
     cache: KV, queries: mx.array, *, scale=None, phase="decode", kernels=None, sinks=None, mask=None
 ) -> mx.array:
-    layout = _filled(cache, "attend")
-    length = _fitting(layout, queries, phase)
+    length = _fitting(_filled(cache, "attend"), queries, phase)
     geometry = cache.geometry
     _counted(cache, length)
     if mask is None:
         spans = geometry.cover(length)
-        mask = geometry.mask(length, spans)
-        if mask is not None and mask != "causal":
-            mask = mask_array(mask)
+        described = geometry.mask(length, spans)
+        mask = mask_array(described) if isinstance(described, MaskArray) else described
     else:
         spans = geometry.spans(length)
-    codec = cache.codec
+        mask = _own_mask(mask, length, spans)
+    return attend_columns(
+        cache, queries, spans, mask, scale=scale, phase=phase, kernels=kernels, sinks=sinks
+    )
+
+
+def attend_columns(
+    cache: KV,
+    queries: mx.array,
+    spans: Sequence[tuple[int, int]],
+    mask: mx.array | str | None,
+    *,
+    scale: float | None = None,
+    phase: str = "decode",
+    kernels: Mapping[str, Callable[..., mx.array]] | None = None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """Attention over the columns of ``spans`` under a mask over them: ``attend``'s arithmetic.
+
+    The shapes of ``queries`` and ``mask`` are the caller's business; the rest is as in
+    :func:`kvfun.attend`.
+    """
+    layout, codec = _filled(cache, "attend"), cache.codec
     width = codec.keys.width(layout.head_dim)
     scale = layout.head_dim**-0.5 if scale is None else scale
+    if sinks is not None:
+        _check_sinks(sinks, queries.shape[1])
     if width != layout.head_dim:
         queries = mx.pad(queries, [(0, 0)] * 3 + [(0, width - layout.head_dim)])
     kernels = kernels_for(codec) if kernels is None else kernels
-    kernel = kernels["masked_window" if phase == "window" and _is_array(mask) else phase]
-    out = kernel(
+    name = "masked_window" if phase == "window" and isinstance(mask, mx.array) else phase
+    if name not in kernels:
+        raise PhaseError(f"the kernel set has no {name!r}; it has {sorted(kernels)}")
+    out = kernels[name](
         queries,
         p.read(cache.keys, spans),
         p.read(cache.values, spans),
@@ -222,18 +304,42 @@ def _attend(
     return _cut(out, layout.value_dim)
 
 
-def _is_array(mask) -> bool:
-    return isinstance(mask, mx.array)
+def _own_mask(mask, queries: int, spans: Sequence[tuple[int, int]]) -> mx.array | str | None:
+    """A caller's mask, if it fits the queries and the fetched columns."""
+    if isinstance(mask, str) and mask in ("causal", "full"):
+        return None if mask == "full" else mask
+    if not isinstance(mask, mx.array):
+        raise ShapeError(f"a mask is an array, 'causal' or 'full', not {mask!r}")
+    columns = stride(spans)
+    if not columns:
+        raise ShapeError("a mask over no columns: all rows are still in their left padding")
+    shape = mask.shape[-2:]
+    fits = len(shape) == 2 and shape[0] in (1, queries) and shape[1] in (1, columns)
+    if mask.ndim > 5 or not fits:
+        raise ShapeError(
+            f"the mask {tuple(mask.shape)} does not fit {queries} queries and {columns} columns, "
+            f"those of fetch(cache, queries={queries})"
+        )
+    return mask
+
+
+def _check_sinks(sinks: mx.array, heads: int) -> None:
+    if not isinstance(sinks, mx.array):
+        raise DTypeError(f"sinks must be an mlx array, not {type(sinks).__name__}")
+    if sinks.shape != (heads,):
+        raise ShapeError(f"sinks must be [heads] = ({heads},), not {tuple(sinks.shape)}")
 
 
 def _fitting(layout: Layout, queries: mx.array, phase: str) -> int:
     """The number of queries a row, if they fit the cache and the phase."""
     if phase not in ("decode", "window"):
         raise PhaseError(f"phase must be 'decode' or 'window', not {phase!r}")
+    if not isinstance(queries, mx.array):
+        raise DTypeError(f"queries must be an mlx array, not {type(queries).__name__}")
+    if not mx.issubdtype(queries.dtype, mx.floating):
+        raise DTypeError(f"queries must be floating point, not {queries.dtype}")
     if queries.ndim != 4:
-        raise ShapeError(
-            f"queries must be [batch, heads, L, head_dim], not {tuple(queries.shape)}"
-        )
+        raise ShapeError(f"queries must be [batch, heads, L, head_dim], not {tuple(queries.shape)}")
     batch, heads, length, dim = queries.shape
     if batch != layout.batch or dim != layout.head_dim or heads % layout.kv_heads or not heads:
         raise ShapeError(
@@ -255,14 +361,16 @@ def _mask(cache: KV, queries: int = 1) -> Mask:
 
 @verbs.rollback.register(KV)
 def _rollback(cache: KV, tokens: int | Sequence[int]) -> KV:
-    counts = (tokens,) if isinstance(tokens, int) else tuple(tokens)
-    if len(counts) not in (1, verbs.batch_size(cache)) or not isinstance(tokens, int) and (
-        len(counts) != verbs.batch_size(cache)
-    ):
-        raise ShapeError(
-            f"{len(counts)} counts for a batch of {verbs.batch_size(cache)} rows"
-        )
-    return replace(cache, geometry=cache.geometry.rolled_back(counts))
+    if isinstance(tokens, int):
+        counts = (tokens,)
+    elif isinstance(tokens, Sequence) and not isinstance(tokens, str):
+        counts, batch = tuple(tokens), _batch_size(cache)
+        if len(counts) != batch:
+            raise ShapeError(f"{len(counts)} counts {counts} for a batch of {batch} rows")
+    else:
+        raise ShapeError(f"tokens must be an integer, or a list of one a row, not {tokens!r}")
+    geometry = cache.geometry.rolled_back(counts)
+    return cache if cache.layout is None else replace(cache, geometry=geometry)
 
 
 @verbs.max_rollback.register(KV)
@@ -275,6 +383,7 @@ def _convert(cache: KV, spec: str | Codec) -> KV:
     new, old, layout = Codec.of(spec), cache.codec, cache.layout
     if layout is None:
         return replace(cache, codec=new)
+    after = _for_codec(layout, new)
     return replace(
         cache,
         keys=_recoded(cache, cache.keys, old.keys, new.keys, layout.head_dim, layout.key_dtype),
@@ -282,7 +391,7 @@ def _convert(cache: KV, spec: str | Codec) -> KV:
             cache, cache.values, old.values, new.values, layout.value_dim, layout.value_dtype
         ),
         codec=new,
-        layout=_for_codec(layout, new),
+        layout=after,
     )
 
 
@@ -291,8 +400,13 @@ def _recoded(cache: KV, planes: Planes, old, new, dim: int, dtype: mx.Dtype) -> 
         return planes
     geometry = cache.geometry
     used = max(0, *(geometry.end(row) for row in geometry.rows))
+    if not used:
+        layout = cache.layout
+        assert layout is not None
+        zero = mx.zeros((layout.batch, layout.kv_heads, 1, dim), dtype)
+        return p.zeros(new.encode(zero), layout.batch, geometry.capacity)
     decoded = _cut(old.decode(p.read(planes, [(0, used)])), dim).astype(dtype)
-    relayout = Relayout(geometry.capacity, ((None, ((0, used, 0),) if used else ()),))
+    relayout = Relayout(geometry.capacity, ((None, ((0, used, 0),)),))
     encoded = new.encode(decoded, geometry.rows)
     return tuple([p.lay_out(plane, relayout) for plane in encoded])
 
@@ -322,8 +436,8 @@ def _size(cache: KV) -> int:
 @verbs.take.register(KV)
 def _take(cache: KV, rows: Sequence[int]) -> KV:
     batch = _batch_size(cache)
-    rows = list(rows)
-    if not rows or any(isinstance(r, bool) or not isinstance(r, int) for r in rows):
+    listed = isinstance(rows, Sequence) and len(rows) > 0
+    if not listed or any(isinstance(r, bool) or not isinstance(r, int) for r in rows):
         raise ShapeError(f"take needs a list of row numbers, not {rows!r}")
     if any(not -batch <= row < batch for row in rows):
         raise ShapeError(f"rows {rows} of a batch of {batch}")
@@ -366,18 +480,20 @@ def _join(*caches: KV) -> KV:
     relayouts, geometry = concat_layout([cache.geometry for cache in caches], batches)
     parts = list(zip(caches, batches, relayouts, strict=True))
     return KV(
-        p.join([_placed(c.keys, n, r, known[0].keys) for c, n, r in parts]),
-        p.join([_placed(c.values, n, r, known[0].values) for c, n, r in parts]),
+        p.join([_placed(c.keys, n, r, geometry, known[0].keys) for c, n, r in parts]),
+        p.join([_placed(c.values, n, r, geometry, known[0].values) for c, n, r in parts]),
         first.codec,
         geometry,
         attrs.evolve(layout, batch=sum(batches)),
     )
 
 
-def _placed(planes: Planes, batch: int, relayout: Relayout | None, like: Planes) -> Planes:
+def _placed(
+    planes: Planes, batch: int, relayout: Relayout | None, geometry: Geometry, like: Planes
+) -> Planes:
     """The planes of one part of a batch; zeros for a part that holds nothing yet."""
+    if not planes:
+        return p.zeros(like, batch, geometry.capacity)
     if relayout is None:
         return planes
-    if not planes:
-        return p.zeros(like, batch, relayout.capacity)
     return tuple([p.lay_out(plane, relayout) for plane in planes])

@@ -86,7 +86,8 @@ def attend(
         phase: ``"decode"`` (one query a row) or ``"window"`` (``L`` causal queries).
         kernels: a kernel set, by default the one :func:`kvfun.kernels.kernels_for` chooses.
         sinks: attention sink logits, ``[heads]``.
-        mask: replaces the cache's own mask over the columns of ``fetch(cache, queries=L)``.
+        mask: replaces the cache's own mask over the columns of ``fetch(cache, queries=L)``: an
+            array, ``"causal"``, or ``"full"`` (all queries see all columns).
 
     Returns:
         ``[batch, heads, L, value_dim]`` in the queries' dtype.
@@ -138,10 +139,10 @@ def fork(cache: Cache, branches: int = 2) -> tuple[Cache, ...]:
     first append to each.
 
     Raises:
-        ValueError: fewer than one branch.
+        ShapeError: fewer than one branch.
     """
     if branches < 1:
-        raise ValueError(f"branches must be at least 1, not {branches}")
+        raise ShapeError(f"branches must be at least 1, not {branches}")
     return (cache,) * branches
 
 
@@ -165,7 +166,7 @@ def take(cache: Any, rows: Sequence[int]) -> Any:
 
 @singledispatch
 def join(first: Any, *others: Any) -> Any:
-    """The record's part of :func:`concat`: the batch of ``first`` and ``others``, all of one type."""
+    """The record's part of :func:`concat`: the batch of ``first`` and ``others``, of one type."""
     raise _unknown("join", first)
 
 
@@ -224,7 +225,8 @@ def mask(cache: Any, queries: int = 1) -> Mask:
     """Who of the last ``queries`` tokens sees which column of ``fetch(cache, queries=queries)``.
 
     Returns:
-        ``None``, ``"causal"`` or a description; :func:`kvfun.geometry.mask_array` makes it an array.
+        ``None``, ``"causal"`` or a description, which :func:`kvfun.geometry.mask_array` makes an
+        array.
     """
     raise _unknown("mask", cache)
 

@@ -146,6 +146,27 @@ class Geometry:
 
     # -- writes --------------------------------------------------------------------------------
 
+    def slot(self, length: int) -> int | None:
+        """The column to which a whole block goes in every row, if nothing has to move for it.
+
+        Then :meth:`written` is the geometry afterwards; otherwise :meth:`advance` has a plan. The
+        step of one token, which is nearly every step, takes this way.
+        """
+        rows, policy = self.rows, self.policy
+        if len(rows) > 1 or not length:
+            return None
+        offset, shift, _ = rows[0]
+        column, limit = offset + shift, policy.limit
+        if column + length > self.capacity or (limit is not None and self.capacity > limit):
+            return None
+        return column if offset >= policy.sinks or shift == 0 <= offset else None
+
+    def written(self, length: int) -> Geometry:
+        """After a block of ``length`` tokens was written at its :meth:`slot`."""
+        offset, shift, first = self.rows[0]
+        row = _tuple(Row, (offset + length, shift, first))
+        return Geometry(self.policy, self.capacity, (row,))
+
     def advance(self, length: int) -> tuple[Plan, Geometry]:
         """The plan of appending a block of ``length`` tokens to every row, and what results.
 
@@ -153,15 +174,9 @@ class Geometry:
         is dropped and the rows end at one column again. A block of no tokens only makes the first
         buffer, so that there is one whenever something was appended.
         """
-        policy, capacity, rows = self.policy, self.capacity, self.rows
-        limit = policy.limit
-        if len(rows) == 1 and length and (limit is None or capacity <= limit):
-            offset, shift, first = rows[0]
-            column = offset + shift
-            if column + length <= capacity and (offset >= policy.sinks or shift == 0 <= offset):
-                plan = _tuple(Plan, (None, (_tuple(Write, (None, 0, length, column)),)))
-                row = _tuple(Row, (offset + length, shift, first))
-                return plan, Geometry(policy, capacity, (row,))
+        column = self.slot(length)
+        if column is not None:
+            return Plan(None, (Write(None, 0, length, column),)), self.written(length)
         return _advanced(self, length)
 
     def _advance(self, length: int) -> tuple[Plan, Geometry]:

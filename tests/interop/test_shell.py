@@ -263,7 +263,7 @@ def check_mask(mask, positions, queries, policy, width) -> None:
         seen = [[column <= end for column in range(shape[1])] for end in ends]
     else:
         assert mask.dtype == mx.bool_
-        seen = mx.broadcast_to(mask, shape).tolist()
+        seen = mx.broadcast_to(mask.reshape(-1, mask.shape[-1]), shape).tolist()
     for sees, should in zip(seen, wanted, strict=True):
         got = {p for p, shown in zip(positions, sees, strict=True) if shown}
         assert got == {p for p, shown in enumerate(should) if shown}

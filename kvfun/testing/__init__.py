@@ -1,0 +1,85 @@
+"""Testing: strategies, laws and a state machine for any cache record.
+
+The laws are part of the product: the author of another cache runs them on it. Needs hypothesis
+and numpy (``kvfun[test]``), which nothing else in kvfun imports. In a test module::
+
+    from kvfun.testing import CacheMachine, Recipe, law_suite
+    import hypothesis.strategies as st
+
+    mine = Recipe(None, make=MyCache, window=8)     # who sees whom, for the oracle
+    TestLaws = law_suite(mine, allowed=("append", "rollback"), convertible=False)
+
+    class Machine(CacheMachine):
+        recipes = st.just(mine)
+        allowed = ("append", "rollback")
+
+    TestMachine = Machine.TestCase
+"""
+
+from ._checks import attends, digest, holds, observe, same
+from ._history import Append, Convert, Handle, Join, Rollback, Take, Verb, World, refused, resolve
+from ._laws import LAWS, Case, check_laws
+from ._machine import CacheMachine
+from ._oracle import BOUNDS, Reference, Visibility, attention_bound, dense_attention
+from ._recipes import Recipe, Shape, bound, small_steps
+from ._strategies import (
+    SPECS,
+    VERBS,
+    blocks,
+    caches,
+    cases,
+    codecs,
+    histories,
+    layouts,
+    policies,
+    shapes,
+    specs,
+    tokens,
+    verbs,
+)
+from ._suite import law_suite
+
+__all__ = [
+    "BOUNDS",
+    "LAWS",
+    "SPECS",
+    "VERBS",
+    "Append",
+    "CacheMachine",
+    "Case",
+    "Convert",
+    "Handle",
+    "Join",
+    "Recipe",
+    "Reference",
+    "Rollback",
+    "Shape",
+    "Take",
+    "Verb",
+    "Visibility",
+    "World",
+    "attends",
+    "attention_bound",
+    "blocks",
+    "bound",
+    "caches",
+    "cases",
+    "check_laws",
+    "codecs",
+    "dense_attention",
+    "digest",
+    "histories",
+    "holds",
+    "law_suite",
+    "layouts",
+    "observe",
+    "policies",
+    "refused",
+    "resolve",
+    "same",
+    "shapes",
+    "small_steps",
+    "specs",
+    "tokens",
+    "verbs",
+]

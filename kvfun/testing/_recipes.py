@@ -1,0 +1,192 @@
+"""What the laws are run on: how an empty cache is built, and the shape of the data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import singledispatch
+from typing import Any
+
+import attrs
+import mlx.core as mx
+import numpy as np
+
+from .. import caches
+from ..codecs import Codec
+from ..geometry import Policy, _geometry, _policy
+from ._oracle import Visibility, from_numpy
+
+
+@attrs.frozen
+class Recipe:
+    """How an empty cache is built: call it, and it builds one.
+
+    The author of another record gives ``make`` and says who sees whom; the other fields are those
+    of :func:`kvfun.empty`.
+
+    Args:
+        spec: what the codec is, as far as the cache has one; ``None`` where it is not known.
+        window, sinks, chunk: the rule of visibility.
+        reserve: what ``max_rollback`` promises after the window has filled.
+        padding: left padding of the first block, one number a row.
+        make: builds the empty cache; by default a :class:`kvfun.KV`.
+
+    >>> Recipe("kv4", window=8)().geometry.policy.window
+    8
+    """
+
+    spec: str | None = "plain"
+    window: int | None = None
+    sinks: int = 0
+    chunk: int | None = None
+    reserve: int = 0
+    padding: tuple[int, ...] = ()
+    make: Callable[[], Any] | None = None
+
+    def __call__(self) -> Any:
+        """A new empty cache."""
+        if self.make is not None:
+            return self.make()
+        assert self.spec is not None
+        return caches.empty(
+            self.spec,
+            window=self.window,
+            sinks=self.sinks,
+            chunk=self.chunk,
+            reserve=self.reserve,
+            left_padding=self.padding or None,
+        )
+
+    @property
+    def visibility(self) -> Visibility:
+        """The rule the oracle follows."""
+        return Visibility(self.window, self.sinks, self.chunk)
+
+    def unpadded(self) -> Recipe:
+        """The same without left padding."""
+        return attrs.evolve(self, padding=())
+
+    @staticmethod
+    def of(empty: Callable[[], Any]) -> Recipe:
+        """A recipe as it is; any other factory as a recipe for full attention."""
+        return empty if isinstance(empty, Recipe) else Recipe(None, make=empty)
+
+
+KINDS = ("normal", "heavy tails", "constant", "one loud channel", "zero")
+
+
+@attrs.frozen
+class Shape:
+    """The shape and dtype of keys and values, and blocks of them by seed.
+
+    >>> keys, values = Shape(kv_heads=2, head_dim=64, value_dim=32).block(7, batch=1, tokens=5)
+    >>> keys.shape, values.shape
+    ((1, 2, 5, 64), (1, 2, 5, 32))
+    """
+
+    kv_heads: int = 1
+    head_dim: int = 32
+    value_dim: int = 32
+    key_dtype: mx.Dtype = mx.float32
+    value_dtype: mx.Dtype = mx.float32
+
+    def block(self, seed: int, batch: int, tokens: int) -> tuple[mx.array, mx.array]:
+        """Keys and values of a block; the seed also chooses the distribution.
+
+        Normal, heavy-tailed, constant along the vector (a quantization group without a scale),
+        with one loud channel, or all zero.
+        """
+        random, kind = np.random.default_rng(seed), KINDS[seed % len(KINDS)]
+        shape = (batch, self.kv_heads, tokens)
+        keys = _numbers(random, kind, (*shape, self.head_dim))
+        values = _numbers(random, kind, (*shape, self.value_dim))
+        return from_numpy(keys).astype(self.key_dtype), from_numpy(values).astype(self.value_dtype)
+
+    def queries(self, seed: int, batch: int, heads: int, count: int, dtype: mx.Dtype) -> mx.array:
+        """Queries ``[batch, heads, count, head_dim]``."""
+        numbers = np.random.default_rng(seed).standard_normal((batch, heads, count, self.head_dim))
+        return from_numpy(numbers.astype(np.float32)).astype(dtype)
+
+
+def _numbers(random: np.random.Generator, kind: str, shape: tuple[int, ...]) -> np.ndarray:
+    if kind == "zero":
+        return np.zeros(shape, np.float32)
+    if kind == "constant":
+        flat = random.standard_normal((*shape[:-1], 1))
+        return np.broadcast_to(flat, shape).astype(np.float32)
+    if kind == "heavy tails":
+        return np.clip(random.standard_t(2, shape), -40, 40).astype(np.float32)
+    numbers = random.standard_normal(shape)
+    if kind == "one loud channel":
+        numbers[..., int(random.integers(shape[-1]))] *= 20
+    return numbers.astype(np.float32)
+
+
+@contextmanager
+def small_steps(step: int = 8, slack: int = 8) -> Iterator[None]:
+    """Buffers that grow by few columns and compact often, so that short histories cross both.
+
+    Changes the step and the slack of :mod:`kvfun.geometry` for caches built inside; such a cache
+    must not be used outside. Not for threads.
+
+    >>> import kvfun
+    >>> with small_steps(step=4):
+    ...     kvfun.append(kvfun.empty("plain"), *Shape().block(0, 1, 5)).geometry.capacity
+    8
+    """
+    before = _policy.STEP, _policy.SLACK
+    _set_steps(step, slack)
+    try:
+        yield
+    finally:
+        _set_steps(*before)
+
+
+def _set_steps(step: int, slack: int) -> None:
+    _policy.STEP, _policy.SLACK = step, slack
+    for plan in vars(_geometry).values():  # remembered plans were made with the old steps
+        if hasattr(plan, "cache_clear"):
+            plan.cache_clear()
+
+
+@singledispatch
+def bound(cache: Any, *, block: int, appended: int) -> int | None:
+    """The most bytes a cache may hold by its own statement, ``None`` where it states none.
+
+    Register a record's own: ``bound.register(MyCache)``.
+
+    Args:
+        cache: the cache.
+        block: the tokens of the last append, which may be more than a window.
+        appended: how many tokens were ever appended to its rows.
+    """
+    return None
+
+
+@bound.register
+def _(cache: caches.KV, *, block: int, appended: int) -> int | None:
+    """``window - 1`` tokens of history, the reserve, the sinks and the slack or a whole block.
+
+    Without a window, all that was appended. Both rounded up to whole steps.
+    """
+    layout = cache.layout
+    if layout is None:
+        return 0
+    columns = _columns(cache.geometry.policy, block, appended)
+    vector = cache.codec.keys.vector_nbytes(layout.head_dim, layout.key_dtype)
+    vector += cache.codec.values.vector_nbytes(layout.value_dim, layout.value_dtype)
+    return layout.batch * layout.kv_heads * columns * vector + _calibration(cache.codec)
+
+
+def _columns(policy: Policy, block: int, appended: int) -> int:
+    spans = [span for span in (policy.window, policy.chunk) if span is not None]
+    if not spans:
+        return _policy.round_up(max(1, policy.sinks + appended))
+    history = policy.sinks + min(spans) - 1 + max(policy.reserve, 1)
+    return _policy.round_up(history + max(_policy.SLACK, block))
+
+
+def _calibration(codec: Codec) -> int:
+    from .. import tree
+
+    return tree.nbytes(codec)
