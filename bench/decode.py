@@ -22,6 +22,7 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 
 import kvfun
+from kvfun import planes
 from kvfun.interop.mlx_lm import KVFunCache
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -41,6 +42,15 @@ class Functional:
     def step(self, queries, keys, values):
         self.cache = kvfun.append(self.cache, keys, values)
         return kvfun.attend(self.cache, queries, scale=SCALE)
+
+
+class Packed(Functional):
+    """The same, with packed numbers handed out as mlx-lm's quantized cache does, not decoded."""
+
+    def update(self, keys, values):
+        self.cache = kvfun.append(self.cache, keys, values)
+        spans = self.cache.geometry.spans()
+        return planes.read(self.cache.keys, spans), planes.read(self.cache.values, spans)
 
 
 class MlxLm:
@@ -66,8 +76,8 @@ def cases(size: int) -> dict[str, tuple[Callable, Callable]]:
             lambda: MlxLm(KVFunCache(kvfun.empty("plain"))),
             lambda: MlxLm(KVCache()),
         ),
-        "kv4": (lambda: Functional(kvfun.empty("kv4")), lambda: MlxLm(QuantizedKVCache(64, 4))),
-        "kv8": (lambda: Functional(kvfun.empty("kv8")), lambda: MlxLm(QuantizedKVCache(64, 8))),
+        "kv4": (lambda: Packed(kvfun.empty("kv4")), lambda: MlxLm(QuantizedKVCache(64, 4))),
+        "kv8": (lambda: Packed(kvfun.empty("kv8")), lambda: MlxLm(QuantizedKVCache(64, 8))),
         "window": (
             lambda: Functional(kvfun.empty("plain", window=window)),
             lambda: MlxLm(RotatingKVCache(window)),

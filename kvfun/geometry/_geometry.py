@@ -253,10 +253,11 @@ class Geometry:
         The first run, if there are two, holds the sinks.
         """
         policy, rows = self.policy, self.rows
-        if len(rows) == 1 and policy.limit is None and not policy.sinks and rows[0].offset > 0:
-            offset, shift, _ = rows[0]
-            return ((shift, offset + shift),)
-        return _spans(self, queries)
+        if len(rows) > 1 or policy.sinks:
+            return _spans(self, queries)
+        row = rows[0]
+        low = 0 if policy.limit is None else self.lowest(row, queries)
+        return ((low + row.shift, row.offset + row.shift),) if low < row.offset else ()
 
     def _spans(self, queries: int) -> tuple[tuple[int, int], ...]:
         rows, sinks = self.rows, self.policy.sinks
@@ -287,6 +288,10 @@ class Geometry:
             ``None`` (all see all), ``"causal"`` (aligned at the lower right) or a
             :class:`MaskArray`, which :func:`mask_array` turns into a bool array.
         """
+        if queries == 1 and len(self.rows) == 1 and self.rows[0].offset > 0:
+            exact = self.spans()
+            if spans is None or spans == exact:
+                return None
         return _mask(self, queries, spans)
 
     def _mask(self, queries: int, spans: tuple[tuple[int, int], ...] | None) -> Mask:

@@ -19,7 +19,8 @@ causal queries), ``"masked_window"`` (a block whose mask is an array).
 The sets:
 
 * ``FUSED``: MLX's fused attention, for plain numbers in the queries' dtype; others are read by the
-  sets below, as the fused kernel would promote a copy of the whole cache;
+  sets below, as the fused kernel would promote a copy of the whole cache, and so are 16-bit numbers
+  on the CPU, where products in float32 are faster;
 * ``UNFUSED``: all scores at once, for one query or a few;
 * ``TILED``: online softmax over tiles, for windows: memory that does not grow with the cache.
 
