@@ -56,6 +56,7 @@ def static(
     converter: Any = None,
     metadata: Mapping[str, Any] | None = None,
     kw_only: bool = False,
+    repr: bool = True,
 ) -> Any:
     """A field that is part of a record's structure, never an array.
 
@@ -75,6 +76,7 @@ def static(
         converter=converter,
         metadata={**(metadata or {}), _STATIC: True},
         kw_only=kw_only,
+        repr=repr,
     )
 
 

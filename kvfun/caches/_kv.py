@@ -56,13 +56,23 @@ class KV:
     """Encoded keys and values of a batch of sequences.
 
     Build one with :func:`kvfun.empty`.
+
+    >>> import kvfun
+    >>> k = mx.zeros((1, 2, 5, 64))
+    >>> kvfun.append(kvfun.empty("kv8", window=4), k, k)
+    KV(
+      keys=(u32[1,2,256,16], f32[1,2,256,1], f32[1,2,256,1]),
+      values=(u32[1,2,256,16], f32[1,2,256,1], f32[1,2,256,1]),
+      codec=Codec('kv8'),
+      geometry=Geometry(window=4, capacity=256, offsets=(5,), columns=((0, 5),))
+    )
     """
 
     keys: Planes
     values: Planes
     codec: Codec
     geometry: Geometry = static()
-    layout: Layout | None = static(default=None)
+    layout: Layout | None = static(default=None, repr=False)
 
 
 def empty(

@@ -51,12 +51,15 @@ class VectorCodec(Protocol):
 class Codec:
     """How a cache stores keys and values.
 
-    >>> Codec.of("k8v4").values
-    Affine(bits=4, group_size=64, pad=False)
+    >>> Codec.of("k8v4"), Codec.of("k8v4").values
+    (Codec('k8v4'), Affine(bits=4, group_size=64, pad=False))
     """
 
     keys: VectorCodec
     values: VectorCodec
+
+    def __repr__(self) -> str:
+        return f"Codec({self.spec!r})"
 
     @staticmethod
     def of(spec: str | Codec) -> Codec:

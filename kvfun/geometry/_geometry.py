@@ -67,7 +67,7 @@ def stride(spans: Iterable[tuple[int, int]]) -> int:
     return sum(stop - start for start, stop in spans)
 
 
-@attrs.frozen(cache_hash=True)
+@attrs.frozen(cache_hash=True, repr=False)
 class Geometry:
     """The columns of one buffer in temporal order.
 
@@ -77,6 +77,17 @@ class Geometry:
     policy: Policy = attrs.field(factory=Policy)
     capacity: int = 0
     rows: tuple[Row, ...] = (Row(0, 0, 0),)
+
+    def __repr__(self) -> str:
+        said = {
+            field.name: getattr(self.policy, field.name)
+            for field in attrs.fields(Policy)
+            if field.init and getattr(self.policy, field.name) != field.default
+        }
+        said["capacity"] = self.capacity
+        said["offsets"] = tuple(row.offset for row in self.rows)
+        said["columns"] = tuple((row.first + row.shift, self.end(row)) for row in self.rows)
+        return f"Geometry({', '.join(f'{name}={value}' for name, value in said.items())})"
 
     @classmethod
     def empty(cls, policy: Policy, left_padding: Sequence[int] | None = None) -> Geometry:
@@ -153,9 +164,9 @@ class Geometry:
         step of one token, which is nearly every step, takes this way.
         """
         rows, policy = self.rows, self.policy
-        if len(rows) > 1 or not length:
+        if len(rows) != 1 or not length:
             return None
-        offset, shift, _ = rows[0]
+        ((offset, shift, _),) = rows
         column, limit = offset + shift, policy.limit
         if column + length > self.capacity or (limit is not None and self.capacity > limit):
             return None
@@ -253,9 +264,9 @@ class Geometry:
         The first run, if there are two, holds the sinks.
         """
         policy, rows = self.policy, self.rows
-        if len(rows) > 1 or policy.sinks:
+        if len(rows) != 1 or policy.sinks:
             return _spans(self, queries)
-        row = rows[0]
+        (row,) = rows
         low = 0 if policy.limit is None else self.lowest(row, queries)
         return ((low + row.shift, row.offset + row.shift),) if low < row.offset else ()
 
