@@ -21,11 +21,20 @@ neither the score matrix nor a decoded copy of the cache is ever whole."""
 
 
 def kernels_for(codec: Codec) -> Mapping[str, Kernel]:
-    """The default kernel set of a codec.
+    """The default kernel set of a codec on the device in use.
 
     >>> kernels_for(Codec.of("bf16")) is FUSED
     True
     """
     if isinstance(codec.keys, Plain) and isinstance(codec.values, Plain):
         return FUSED
-    return QUANTIZED
+    return QUANTIZED if _multiplies_packed() else TILED
+
+
+def _multiplies_packed() -> bool:
+    """Whether ``mx.quantized_matmul`` runs on any shape here: not yet in MLX's CUDA backend.
+
+    There it refuses many shapes when it is evaluated (0.32.4: "No implementation for problem
+    shape"), so tiles are decoded first.
+    """
+    return mx.default_device().type == mx.cpu or mx.metal.is_available()

@@ -343,6 +343,15 @@ def test_plain_numbers_are_read_by_the_fused_kernel():
         assert kernels["window"] is kernels["masked_window"] is TILED["window"]
 
 
+def test_tiles_are_decoded_where_packed_products_are_patchy(monkeypatch):
+    """MLX's CUDA backend refuses many shapes of quantized products, at evaluation only."""
+    monkeypatch.setattr(mx, "default_device", lambda gpu=mx.Device(mx.gpu, 0): gpu)
+    monkeypatch.setattr(mx.metal, "is_available", lambda: False)
+    assert kernels_for(Codec.of("kv4")) is TILED
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    assert kernels_for(Codec.of("kv4"))["decode"] is UNFUSED["decode"]
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_the_fused_set_is_bit_equal_to_mlx_where_the_device_computes_in_its_dtype(
     dtype, monkeypatch
