@@ -13,8 +13,9 @@ from ..planes import Planes
 TILE = 256
 """The fewest columns decoded at once."""
 
-TILE_NUMBERS = 1 << 19
-"""The numbers of the largest array of a tile, where that allows more columns."""
+TILE_NUMBERS = {mx.cpu: 1 << 19, mx.gpu: 1 << 25}
+"""The numbers of the largest array of a tile, where that allows more columns: what a CPU's cache
+holds, and enough to fill a GPU."""
 
 
 def working_dtype(dtype: mx.Dtype) -> mx.Dtype:
@@ -29,7 +30,7 @@ def wide(x: mx.array) -> mx.array:
 
 def tile_columns(numbers: int) -> int:
     """Columns of a tile whose largest array has ``numbers`` numbers a column."""
-    return max(TILE, TILE_NUMBERS // numbers // TILE * TILE)
+    return max(TILE, TILE_NUMBERS[mx.default_device().type] // numbers // TILE * TILE)
 
 
 def tiles(planes: Planes, columns: int) -> Iterator[tuple[int, int, Planes]]:
