@@ -27,9 +27,9 @@ The sets:
 A query that sees nothing yields finite numbers, whatever hides the columns.
 """
 
-from ._choose import PHASES, kernels_for
+from ._choose import PHASES, kernels_for, multiplies_packed
 from ._fused import FUSED
 from ._tiled import TILED
 from ._unfused import UNFUSED
 
-__all__ = ["FUSED", "PHASES", "TILED", "UNFUSED", "kernels_for"]
+__all__ = ["FUSED", "PHASES", "TILED", "UNFUSED", "kernels_for", "multiplies_packed"]

@@ -28,13 +28,13 @@ def kernels_for(codec: Codec) -> Mapping[str, Kernel]:
     """
     if isinstance(codec.keys, Plain) and isinstance(codec.values, Plain):
         return FUSED
-    return QUANTIZED if _multiplies_packed() else TILED
+    return QUANTIZED if multiplies_packed() else TILED
 
 
-def _multiplies_packed() -> bool:
-    """Whether ``mx.quantized_matmul`` runs on any shape here: not yet in MLX's CUDA backend.
+def multiplies_packed() -> bool:
+    """Whether ``mx.quantized_matmul`` runs on any shape on the device in use.
 
-    There it refuses many shapes when it is evaluated (0.32.4: "No implementation for problem
-    shape"), so tiles are decoded first.
+    Not yet in MLX's CUDA backend: there it refuses many shapes when it is evaluated (0.32.4: "No
+    implementation for problem shape"), so tiles are decoded first.
     """
     return mx.default_device().type == mx.cpu or mx.metal.is_available()

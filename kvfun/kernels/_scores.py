@@ -13,7 +13,7 @@ from ..planes import Planes
 TILE = 256
 """The fewest columns decoded at once."""
 
-TILE_NUMBERS = {mx.cpu: 1 << 19, mx.gpu: 1 << 25}
+TILE_NUMBERS, GPU_TILE_NUMBERS = 1 << 19, 1 << 25
 """The numbers of the largest array of a tile, where that allows more columns: what a CPU's cache
 holds, and enough to fill a GPU."""
 
@@ -30,7 +30,9 @@ def wide(x: mx.array) -> mx.array:
 
 def tile_columns(numbers: int) -> int:
     """Columns of a tile whose largest array has ``numbers`` numbers a column."""
-    return max(TILE, TILE_NUMBERS[mx.default_device().type] // numbers // TILE * TILE)
+    on_cpu = mx.default_device().type == mx.cpu
+    most = TILE_NUMBERS if on_cpu else GPU_TILE_NUMBERS
+    return max(TILE, most // numbers // TILE * TILE)
 
 
 def tiles(planes: Planes, columns: int) -> Iterator[tuple[int, int, Planes]]:

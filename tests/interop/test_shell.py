@@ -730,3 +730,11 @@ def test_36_the_report_names_windows_and_sinks():
         "k8v4-g32, window 60, 4 sinks, decoded at every read",
     }
     assert archs.facts("gemma3_text").layers == len(cache.report)
+
+
+def test_packed_numbers_are_handed_out_only_where_the_device_can_multiply_them(monkeypatch):
+    """MLX's CUDA backend refuses many quantized products, but only when it computes them."""
+    model = archs.build("llama")
+    assert hasattr(make_prompt_cache(model, "kv8-g32")[0], "bits")
+    monkeypatch.setattr("kvfun.interop.mlx_lm._make.multiplies_packed", lambda: False)
+    assert not hasattr(make_prompt_cache(model, "kv8-g32")[0], "bits")

@@ -30,7 +30,7 @@ def small_tiles(monkeypatch):
 
 def tiles_of(monkeypatch, columns: int, queries: int) -> None:
     monkeypatch.setattr(_scores, "TILE", columns)
-    monkeypatch.setattr(_scores, "TILE_NUMBERS", {mx.cpu: 0, mx.gpu: 0})
+    monkeypatch.setattr(_scores, "TILE_NUMBERS", 0)
     monkeypatch.setattr(_tiled, "BLOCK", queries)
 
 
@@ -131,7 +131,7 @@ def test_every_length_under_the_causal_mask(name, spec, length, small_tiles):
 @pytest.mark.parametrize("columns", [255, 256, 257, 511, 512, 513, 1100])
 @pytest.mark.parametrize("mask", ["none", "causal", "rank 2"])
 def test_columns_about_the_edge_of_a_tile(columns, mask, monkeypatch):
-    monkeypatch.setattr(_scores, "TILE_NUMBERS", {mx.cpu: 0, mx.gpu: 0})
+    monkeypatch.setattr(_scores, "TILE_NUMBERS", 0)
     Case("kv4-g32", length=3, columns=columns, dims=(32, 32), mask=mask).check(TILED["window"])
     Case("bf16", columns=columns, dims=(32, 32)).check(UNFUSED["decode"])
 
@@ -436,7 +436,7 @@ def test_the_memory_of_a_window_does_not_grow_with_the_cache_or_the_block():
 @pytest.mark.parametrize("name", ["fused", "unfused", "tiled"])
 def test_numbers_of_another_dtype_are_never_promoted_all_at_once(name, monkeypatch):
     """Eight heads of 16384 columns are 32 MiB in float32, for keys and again for values."""
-    monkeypatch.setattr(_scores, "TILE_NUMBERS", {mx.cpu: 0, mx.gpu: 0})
+    monkeypatch.setattr(_scores, "TILE_NUMBERS", 0)
     case = Case("bf16", kv_heads=8, group=1, columns=16384)
     assert peak(case, SETS[name]["decode"]) < 8 * 16384 * 64 * 4 // 2
 

@@ -12,7 +12,7 @@ import mlx_lm.models.cache as mlx_lm_cache
 from ...caches import KV, empty
 from ...codecs import Codec
 from ...errors import CodecError, UnsupportedError
-from ...kernels import FUSED, kernels_for
+from ...kernels import FUSED, kernels_for, multiplies_packed
 from ._shell import OLD_PROTOCOL, KVFunCache, can_be_packed
 
 POSITIONS_FROM_ROWS = {
@@ -89,7 +89,7 @@ def make_prompt_cache(
         raise ValueError(f"max_size must be an integer above the {sinks} sinks, not {max_size!r}")
     modules = {type(part).__module__.rpartition(".")[2] for part in model.modules()}
     failure = _dropping(modules) if max_size is not None else None
-    packed = can_be_packed(empty(codec)) and not modules & QUERIES_TWICE
+    packed = can_be_packed(empty(codec)) and multiplies_packed() and not modules & QUERIES_TWICE
     first = _Recipe(codec, max_size, sinks, reserve, packed, index=codec)
     for recipe in _tries(first) if failure is None else ():
         failure, exact = _probe(model, recipe)
