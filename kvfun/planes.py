@@ -48,6 +48,7 @@ def write(planes: Planes, plan: Plan, block: Planes) -> Planes:
         block: the encoded tokens, ``[batch, heads, tokens, width]`` each.
     """
     relayout, writes = plan
+    first = not planes
     if relayout is not None:
         planes = _laid_out(planes, relayout, block)
     for row, start, stop, column in writes:
@@ -57,7 +58,8 @@ def write(planes: Planes, plan: Plan, block: Planes) -> Planes:
         planes = (
             write_at(planes, column, part) if row is None else _write_row(planes, row, column, part)
         )
-    return planes
+    # A block that fills the first buffer becomes it, and may be a view of something larger.
+    return detach(planes) if first else planes
 
 
 def _write_row(planes: Planes, row: int, column: int, block: Planes) -> Planes:

@@ -342,3 +342,17 @@ def test_a_fork_holds_nothing_new_until_it_is_appended_to():
         branches[3] = settled(kvfun.append(branches[3], block, block))
         branches[3] = settled(kvfun.append(branches[3], block, block))
     assert memory.held < size * 1.1
+
+
+def test_a_first_block_that_fills_the_buffer_does_not_keep_its_parent_alive():
+    parent = mx.random.normal((1, 8, 256, 4 * 64))  # such as keys and values of one projection
+    mx.eval(parent)
+    keys, values = parent[..., :64], parent[..., 64:128]
+    gc.collect()
+    before = mx.get_active_memory()
+    cache = kvfun.append(kvfun.empty("plain"), keys, values)
+    kvfun.tree.evaluate(cache)
+    assert mx.array_equal(kvfun.fetch(cache)[1], values)
+    del parent, keys, values
+    gc.collect()
+    assert mx.get_active_memory() - before <= kvfun.nbytes(cache) - 8 * 256 * 4 * 64 * 4 + 65536
