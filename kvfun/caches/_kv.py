@@ -124,9 +124,9 @@ def _append(cache: KV, keys: mx.array, values: mx.array) -> KV:
     rows = geometry.rows
     new_keys = codec.keys.encode(keys, rows)
     new = new_keys + codec.values.encode(values, rows)
-    column = geometry.slot(tokens)
-    if column is not None:
-        geometry = geometry.written(tokens)
+    step = geometry.step(tokens)
+    if step is not None:
+        column, geometry = step
         planes = p.write_at(cache.keys + cache.values, column, new)
     else:
         plan, geometry = geometry.advance(tokens)

@@ -157,26 +157,23 @@ class Geometry:
 
     # -- writes --------------------------------------------------------------------------------
 
-    def slot(self, length: int) -> int | None:
-        """The column to which a whole block goes in every row, if nothing has to move for it.
+    def step(self, length: int) -> tuple[int, Geometry] | None:
+        """The column to which a whole block goes in every row, and the geometry afterwards.
 
-        Then :meth:`written` is the geometry afterwards; otherwise :meth:`advance` has a plan. The
-        step of one token, which is nearly every step, takes this way.
+        ``None`` if something has to move for it: then :meth:`advance` has a plan. The step of one
+        token, which is nearly every step, takes this way.
         """
-        rows, policy = self.rows, self.policy
+        rows, policy, capacity = self.rows, self.policy, self.capacity
         if len(rows) != 1 or not length:
             return None
-        ((offset, shift, _),) = rows
+        ((offset, shift, first),) = rows
         column, limit = offset + shift, policy.limit
-        if column + length > self.capacity or (limit is not None and self.capacity > limit):
+        if column + length > capacity or (limit is not None and capacity > limit):
             return None
-        return column if offset >= policy.sinks or shift == 0 <= offset else None
-
-    def written(self, length: int) -> Geometry:
-        """After a block of ``length`` tokens was written at its :meth:`slot`."""
-        offset, shift, first = self.rows[0]
+        if offset < policy.sinks and not shift == 0 <= offset:
+            return None
         row = _tuple(Row, (offset + length, shift, first))
-        return Geometry(self.policy, self.capacity, (row,))
+        return column, Geometry(policy, capacity, (row,))
 
     def advance(self, length: int) -> tuple[Plan, Geometry]:
         """The plan of appending a block of ``length`` tokens to every row, and what results.
@@ -185,9 +182,10 @@ class Geometry:
         is dropped and the rows end at one column again. A block of no tokens only makes the first
         buffer, so that there is one whenever something was appended.
         """
-        column = self.slot(length)
-        if column is not None:
-            return Plan(None, (Write(None, 0, length, column),)), self.written(length)
+        step = self.step(length)
+        if step is not None:
+            column, after = step
+            return Plan(None, (Write(None, 0, length, column),)), after
         return _advanced(self, length)
 
     def _advance(self, length: int) -> tuple[Plan, Geometry]:
