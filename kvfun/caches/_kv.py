@@ -408,15 +408,14 @@ def _convert(cache: KV, spec: str | Codec) -> KV:
 def _recoded(cache: KV, planes: Planes, old, new, dim: int, dtype: mx.Dtype) -> Planes:
     if old.spec == new.spec:
         return planes
-    geometry = cache.geometry
-    used = max(0, *(geometry.end(row) for row in geometry.rows))
+    geometry, used = cache.geometry, cache.geometry.used
     if not used:
         layout = cache.layout
         assert layout is not None
         zero = mx.zeros((layout.batch, layout.kv_heads, 1, dim), dtype)
         return p.zeros(new.encode(zero), layout.batch, geometry.capacity)
     decoded = _cut(old.decode(p.read(planes, [(0, used)])), dim).astype(dtype)
-    relayout = Relayout(geometry.capacity, ((None, ((0, used, 0),)),))
+    relayout = Relayout.keeping(used, geometry.capacity)
     encoded = new.encode(decoded, geometry.rows)
     return tuple([p.lay_out(plane, relayout) for plane in encoded])
 

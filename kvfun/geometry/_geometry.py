@@ -45,6 +45,11 @@ class Relayout(NamedTuple):
     capacity: int
     rows: tuple[tuple[int | None, tuple[tuple[int, int, int], ...]], ...]
 
+    @classmethod
+    def keeping(cls, used: int, capacity: int) -> Relayout:
+        """The first ``used`` columns stay where they are, in a buffer of ``capacity``."""
+        return cls(capacity, ((None, ((0, used, 0),) if used else ()),))
+
 
 class Plan(NamedTuple):
     """What a write does to every plane: first the new layout (if any), then the writes."""
@@ -135,6 +140,11 @@ class Geometry:
             return max(row.offset, 0)
         return self.policy.sinks + row.shift
 
+    @property
+    def used(self) -> int:
+        """The columns up to the last row's end; what lies behind them was never written."""
+        return max(0, *(self.end(row) for row in self.rows))
+
     def held(self, row: Row) -> int:
         """How many tokens of the row the buffer still holds behind the sinks."""
         return max(0, row.offset - row.first)
@@ -205,8 +215,7 @@ class Geometry:
         return Plan(relayout, moved._writes(length)), result
 
     def _grown(self, capacity: int) -> tuple[Relayout, Geometry]:
-        used = max(0, *(self.end(row) for row in self.rows))
-        relayout = Relayout(capacity, ((None, ((0, used, 0),) if used else ()),))
+        relayout = Relayout.keeping(self.used, capacity)
         return relayout, Geometry(self.policy, capacity, self.rows)
 
     def _compacted(self, length: int) -> tuple[Relayout, Geometry]:

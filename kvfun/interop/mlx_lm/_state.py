@@ -45,8 +45,7 @@ Spans = tuple[tuple[int, int], ...]
 
 
 def _held(geometry: Geometry) -> tuple[Spans, tuple[Row, ...]]:
-    used = max(0, *(geometry.end(row) for row in geometry.rows))
-    return ((0, used),) if used else (), geometry.rows
+    return ((0, geometry.used),) if geometry.used else (), geometry.rows
 
 
 def _seen(geometry: Geometry, queries: int) -> tuple[Spans, tuple[Row, ...]]:
@@ -89,14 +88,14 @@ def load(header: str, planes: list[mx.array]) -> KV:
         raise CorruptError(f"the state has version {version!r}; this kvfun reads {VERSION}")
     try:
         geometry, codec, layout, split = _described(said)
-        used = max(0, *(geometry.end(row) for row in geometry.rows))
+        used = geometry.used
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptError(f"the state of a kvfun cache is damaged: {error}") from error
     if layout is None:
         return KV((), (), codec, geometry)
     _check(planes, layout, codec, used, split)
     capacity = round_up(max(used, 1))
-    relayout = Relayout(capacity, ((None, ((0, used, 0),) if used else ()),))
+    relayout = Relayout.keeping(used, capacity)
     laid = tuple(p.lay_out(plane, relayout) for plane in planes)
     return KV(laid[:split], laid[split:], codec, attrs.evolve(geometry, capacity=capacity), layout)
 
