@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 from jaxtyping import Float
 
@@ -50,6 +52,11 @@ class Affine:
             raise CodecError(f"group_size must be one of {GROUP_SIZES}, not {self.group_size!r}")
 
     @property
+    def quantization(self) -> dict[str, Any]:
+        """What MLX's functions on the planes have to be told."""
+        return {"group_size": self.group_size, "bits": self.bits}
+
+    @property
     def options(self) -> str:
         """The part of the spec behind the bits."""
         group = "" if self.group_size == 64 else f"-g{self.group_size}"
@@ -82,7 +89,7 @@ class Affine:
         if extra:
             last = mx.broadcast_to(x[..., -1:], (*x.shape[:-1], extra))
             x = mx.concatenate([x, last], axis=-1)
-        return tuple(mx.quantize(x, group_size=self.group_size, bits=self.bits))
+        return tuple(mx.quantize(x, **self.quantization))
 
     def decode(self, planes: Planes) -> mx.array:
         """The numbers the planes stand for, ``[batch, heads, tokens, width]``.
@@ -92,7 +99,7 @@ class Affine:
         """
         packed, scales, biases = planes
         exact = scales.astype(mx.float32), biases.astype(mx.float32)
-        numbers = mx.dequantize(packed, *exact, group_size=self.group_size, bits=self.bits)
+        numbers = mx.dequantize(packed, *exact, **self.quantization)
         return numbers.astype(scales.dtype)
 
     def vector_nbytes(self, head_dim: int, dtype: mx.Dtype) -> int:

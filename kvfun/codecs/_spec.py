@@ -6,6 +6,7 @@ import re
 
 from ..errors import SpecError
 from ._affine import Affine
+from ._microscaled import MODES, Microscaled
 from ._pair import Codec, VectorCodec
 from ._plain import DTYPES, Plain
 
@@ -14,6 +15,7 @@ _AFFINE = re.compile(
     rf"k(?:v(?P<kv>{_NUMBER})|(?P<k>{_NUMBER})v(?P<v>{_NUMBER}))(?:-g(?P<group>{_NUMBER}))?"
     r"(?P<pad>-pad)?"
 )
+_MICROSCALED = re.compile(rf"(?P<mode>{'|'.join(MODES)})(?P<pad>-pad)?")
 
 
 def parse(spec: str) -> Codec:
@@ -26,6 +28,8 @@ def parse(spec: str) -> Codec:
     ``kv4-g32``        groups of 32 (32, 64, 128)
     ``kv4-g32-pad``    head_dim filled up to a multiple of the group
     ``k8v4``           keys in 8 bits, values in 4
+    ``mxfp8 mxfp4``    microscaled, groups of 32 (``mxfp8-pad``: head_dim filled up)
+    ``nvfp4``          microscaled, groups of 16 (``nvfp4-pad``)
     ``bf16+kv4``       keys by the first spec, values by the second
     =================  ==========================================================================
 
@@ -55,11 +59,15 @@ def _uniform(spec: str, whole: str) -> Codec:
     if spec == "plain" or spec in DTYPES:
         plain = Plain(None if spec == "plain" else spec)
         return Codec(plain, plain)
+    if match := _MICROSCALED.fullmatch(spec):
+        microscaled = Microscaled(match["mode"], bool(match["pad"]))
+        return Codec(microscaled, microscaled)
     match = _AFFINE.fullmatch(spec)
     if match is None:
         raise SpecError(
             f"unknown codec spec {whole!r}; known are plain, {', '.join(DTYPES)}, kv<bits>, "
-            "k<bits>v<bits>, each kv spec with -g<group size> and -pad, and <keys>+<values>"
+            f"k<bits>v<bits>, each kv spec with -g<group size> and -pad, {', '.join(MODES)}, each "
+            "with -pad, and <keys>+<values>"
         )
     group, pad = int(match["group"] or 64), bool(match["pad"])
     key_bits, value_bits = (match["kv"], match["kv"]) if match["kv"] else (match["k"], match["v"])

@@ -20,7 +20,11 @@ def appended(spec: str, key_dim: int, value_dim: int, dtype: mx.Dtype = mx.float
     return cache, keys, values
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+AFFINE = [2, 3, 4, 5, 6, 8]
+MICROSCALED = [("mxfp8", 64, 96), ("mxfp4", 128, 128), ("nvfp4", 80, 48), ("mxfp4-pad", 80, 72)]
+
+
+@pytest.mark.parametrize("bits", AFFINE)
 @pytest.mark.parametrize(
     ("suffix", "key_dim", "value_dim"),
     [
@@ -36,13 +40,24 @@ def appended(spec: str, key_dim: int, value_dim: int, dtype: mx.Dtype = mx.float
     ],
 )
 def test_append_fetch_attend(bits, suffix, key_dim, value_dim):
-    cache, keys, values = appended(f"kv{bits}{suffix}", key_dim, value_dim)
+    check(f"kv{bits}{suffix}", key_dim, value_dim)
+
+
+@pytest.mark.parametrize(("spec", "key_dim", "value_dim"), MICROSCALED)
+def test_append_fetch_attend_microscaled(spec, key_dim, value_dim):
+    check(spec, key_dim, value_dim)
+
+
+def check(spec: str, key_dim: int, value_dim: int) -> None:
+    cache, keys, values = appended(spec, key_dim, value_dim)
     codec = cache.codec
     k, v = kvfun.fetch(cache)
     assert k.shape == keys.shape
     assert v.shape == values.shape
-    assert raw(k) == raw(codec.keys.decode(codec.keys.encode(keys))[..., :key_dim])
-    assert raw(v) == raw(codec.values.decode(codec.values.encode(values))[..., :value_dim])
+    decoded = codec.keys.decode(codec.keys.encode(keys)).astype(mx.float32)
+    assert raw(k) == raw(decoded[..., :key_dim])
+    decoded = codec.values.decode(codec.values.encode(values)).astype(mx.float32)
+    assert raw(v) == raw(decoded[..., :value_dim])
     k, v = np.array(k, np.float64), np.array(v, np.float64)
     for length, phase, mask in ((1, "decode", None), (3, "window", "causal")):
         queries = vectors(2, 2, 4, length, key_dim)
@@ -53,7 +68,10 @@ def test_append_fetch_attend(bits, suffix, key_dim, value_dim):
         assert np.abs(np.array(out, np.float64) - wanted).max() <= limit
 
 
-@pytest.mark.parametrize("spec", ["bf16+kv4", "kv8+bf16", "f16+kv3-g32", "plain+kv4"])
+TWO = ["bf16+kv4", "kv8+bf16", "f16+kv3-g32", "plain+kv4", "bf16+nvfp4", "mxfp8+kv4"]
+
+
+@pytest.mark.parametrize("spec", TWO)
 def test_two_kinds_of_codec(spec):
     cache, keys, _ = appended(spec, 64, 128, mx.bfloat16)
     k, v = kvfun.fetch(cache)

@@ -6,11 +6,23 @@ import attrs
 import mlx.core as mx
 import pytest
 
-from kvfun.codecs import BITS, DTYPES, GROUP_SIZES, Affine, Codec, Plain, format, parse
+from kvfun.codecs import (
+    BITS,
+    DTYPES,
+    GROUP_SIZES,
+    MODES,
+    Affine,
+    Codec,
+    Microscaled,
+    Plain,
+    format,
+    parse,
+)
 from kvfun.errors import CodecError, KVFunError, SpecError
 
 AFFINE = [Affine(*options) for options in product(BITS, GROUP_SIZES, (False, True))]
-SIDES = [Plain(None), *map(Plain, DTYPES), *AFFINE]
+MICROSCALED = [Microscaled(*options) for options in product(MODES, (False, True))]
+SIDES = [Plain(None), *map(Plain, DTYPES), *AFFINE, *MICROSCALED]
 CODECS = [Codec(keys, values) for keys, values in product(SIDES, SIDES)]
 
 
@@ -21,7 +33,7 @@ def same(a: Codec, b: Codec) -> bool:
 
 def test_every_codec_has_a_spec_of_its_own_that_names_it():
     specs = [codec.spec for codec in CODECS]
-    assert len(set(specs)) == len(CODECS) == 40**2
+    assert len(set(specs)) == len(CODECS) == 46**2
     for codec, spec in zip(CODECS, specs, strict=True):
         assert same(parse(spec), codec)
         assert format(parse(spec)) == spec
@@ -47,6 +59,12 @@ def test_every_codec_has_a_spec_of_its_own_that_names_it():
         ("bf16+kv4", "bf16+kv4"),
         ("k4v4+f16", "kv4+f16"),
         ("plain+f32", "plain+f32"),
+        ("mxfp8", "mxfp8"),
+        ("nvfp4-pad", "nvfp4-pad"),
+        ("mxfp4+mxfp4", "mxfp4"),
+        ("mxfp8+mxfp4", "mxfp8+mxfp4"),
+        ("mxfp8-pad+mxfp8", "mxfp8-pad+mxfp8"),
+        ("k4v4+mxfp8", "kv4+mxfp8"),
     ],
 )
 def test_canonical_forms(spec, canonical):
@@ -58,7 +76,8 @@ UNKNOWN = """
 |kv|k|v4|kv1|kv7|kv9|kv16|kv0|kv04|kv-4|kv4.0|kv+4|k8|k8v|v4k8|k8v7|k7v8|k8v04|kv4-|kv4-g|kv4-g0|
 kv4-g16|kv4-g032|kv4-g48|kv4-g256|kv4g32|kv4-32|kv4-pad-g32|kv4-pad-pad|kv4-g32-g32|KV4|BF16|bf32|
 fp16|float16|int8| kv4|kv4 |kv 4|kv٤|kv²|k8v4+kv4|kv4+k8v4|k8v4+k8v4|kv4+|+kv4|+|kv4+kv4+kv4|
-kv4+kv7|bf16-g32|plain-pad|kv4-g99999|mxfp8?|none|auto
+kv4+kv7|bf16-g32|plain-pad|kv4-g99999|mxfp8?|mxfp6|mxfp8-g32|nvfp4-g16|
+mxfp8-pad-pad|mxfp8pad|MXFP8|nvfp8|kmxfp8|mxfp8+|mxfp8+mxfp4+mxfp4|k8v4+mxfp8|none|auto
 """.replace("\n", "").split("|")
 
 
