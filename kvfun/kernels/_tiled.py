@@ -2,101 +2,192 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import mlx.core as mx
 
 from ..codecs import Codec
 from ..planes import Planes
-from ._masks import five_axes, lower_right
-from ._scores import after, cut, decode, fold, tile_columns, tiles, wide
-from ._unfused import masked
+from ._committed import committed
+from ._masks import Mask, Sizes, by_columns, check_codec, checked, is_causal, rows, sizes_of
+from ._merge import Partial, merge
+from ._scores import after, cut, decode, fold, tile_columns, wide
+from ._unfused import (
+    UNFUSED,
+    masked,
+    of_nothing,
+    unfused,
+    unfused_partial,
+    weights_and_lse,
+    with_sinks,
+)
 
 BLOCK = 512
 """Queries computed at once."""
 
+FEW = 8
+"""Queries of a KV head whose scores are all computed at once where a set leaves the choice: their
+scores take less memory than the keys, and without a fast BLAS tiles are slower."""
 
-def tiled(
-    queries: mx.array,
-    keys: Planes,
-    values: Planes,
-    codec: Codec,
-    *,
-    scale: float,
-    mask: mx.array | str | None = None,
-    sinks: mx.array | None = None,
-) -> mx.array:
-    """Products in the dtype that suits the device, their sums and the softmax in float32.
+Kernel = Callable[..., Any]
+"""With the signature of every kernel: to an array, or to a :class:`Partial`."""
 
-    Of a block of :data:`BLOCK` queries and a tile of columns at a time there are scores, and
-    decoded keys and values; causal blocks read no column that they do not see.
+Tile = Callable[[Planes, Planes, "mx.array | None"], Partial]
+"""Reads one tile: its keys, its values and its mask of five axes."""
+
+Reader = Callable[[mx.array, Codec, float, Sizes], Tile]
+"""From queries, codec, scale and sizes, what reads the tiles one by one."""
+
+
+def in_tiles(name: str, reader: Reader) -> Kernel:
+    """A kernel that reads one tile of columns after the other and merges what it has read.
+
+    Milakov and Gimelshein, *Online normalizer calculation for softmax* (2018).
     """
-    length, columns = queries.shape[2], keys[0].shape[2]
-    if length <= BLOCK:
-        return _block(queries, keys, values, codec, scale, mask, sinks)
-    done: list[mx.array] = []
-    for first in range(0, length, BLOCK):
-        last = min(first + BLOCK, length)
-        stop = columns - length + last if isinstance(mask, str) else columns
-        (block,) = after((queries[:, :, first:last],), *done[-1:])
-        k, v = cut(keys, 0, stop), cut(values, 0, stop)
-        done.append(_block(block, k, v, codec, scale, _rows(mask, first, last), sinks))
-    return mx.concatenate(done, axis=2)
+
+    def kernel(
+        queries: mx.array,
+        keys: Planes,
+        values: Planes,
+        codec: Codec,
+        *,
+        scale: float,
+        mask: Mask = None,
+        sinks: mx.array | None = None,
+    ) -> Partial:
+        check_codec(name, codec)
+        sizes = sizes_of(queries, keys, sinks)
+        hidden, read = by_columns(mask, sizes), reader(queries, codec, scale, sizes)
+        done: Partial | None = None
+        size = tile_size(queries, sizes)
+        for start in range(0, sizes.columns, size):
+            stop = min(start + size, sizes.columns)
+            k, v = cut(keys, start, stop), cut(values, start, stop)
+            part = read(after(k, *done or ()), v, hidden(start, stop))
+            done = part if done is None else merge([done, part])
+        return with_sinks(of_nothing(queries, values, codec) if done is None else done, sinks)
+
+    return kernel
 
 
-def _block(
-    queries: mx.array,
-    keys: Planes,
-    values: Planes,
-    codec: Codec,
-    scale: float,
-    mask: mx.array | str | None,
-    sinks: mx.array | None,
+def tile_size(queries: mx.array, sizes: Sizes) -> int:
+    """Columns that are read at once."""
+    batch, heads, length, head_dim = queries.shape
+    return tile_columns(batch * max(sizes.kv_heads * head_dim, heads * length), length)
+
+
+def in_blocks(kernel: Kernel) -> Kernel:
+    """The same for :data:`BLOCK` queries at a time; causal ones read no column they do not see."""
+
+    def blocks(
+        queries: mx.array,
+        keys: Planes,
+        values: Planes,
+        codec: Codec,
+        *,
+        scale: float,
+        mask: Mask = None,
+        sinks: mx.array | None = None,
+    ) -> Any:
+        length, columns = queries.shape[2], keys[0].shape[2]
+        if length <= BLOCK:
+            return kernel(queries, keys, values, codec, scale=scale, mask=mask, sinks=sinks)
+        hidden_behind, mask = is_causal(mask), checked(mask, sizes_of(queries, keys))
+        done: list = []
+        for first in range(0, length, BLOCK):
+            last = min(first + BLOCK, length)
+            stop = max(0, columns - length + last) if hidden_behind else columns
+            (block,) = after((queries[:, :, first:last],), *_arrays(done[-1:]))
+            k, v, part = cut(keys, 0, stop), cut(values, 0, stop), rows(mask, first, last)
+            done.append(kernel(block, k, v, codec, scale=scale, mask=part, sinks=sinks))
+        return _joined(done)
+
+    return blocks
+
+
+def _arrays(results: list) -> list[mx.array]:
+    return [x for result in results for x in ([result] if isinstance(result, mx.array) else result)]
+
+
+def _joined(results: list) -> mx.array | Partial:
+    if isinstance(results[0], mx.array):
+        return mx.concatenate(results, axis=2)
+    return Partial(*[mx.concatenate(list(axis), axis=2) for axis in zip(*results, strict=True)])
+
+
+def out_of(kernel: Kernel) -> Callable[..., mx.array]:
+    """The result of a partial kernel over all columns, in the queries' dtype."""
+
+    def whole(queries: mx.array, *planes, **rest) -> mx.array:
+        return kernel(queries, *planes, **rest).out.astype(queries.dtype)
+
+    return whole
+
+
+def by_length(few: Kernel, many: Kernel) -> Kernel:
+    """One kernel for a single query a row and up to :data:`FEW` a KV head, another for more."""
+
+    def kernel(queries: mx.array, keys: Planes, values: Planes, codec: Codec, **rest) -> Any:
+        _, heads, length, _ = queries.shape
+        read = few if length == 1 or heads * length <= FEW * keys[0].shape[1] else many
+        return read(queries, keys, values, codec, **rest)
+
+    return kernel
+
+
+def _decoding(queries: mx.array, codec: Codec, scale: float, sizes: Sizes) -> Tile:
+    """Products in the dtype that suits the device, their sums and the softmax in float32."""
+    q = fold(wide(queries) * scale, sizes.kv_heads)
+
+    def read(keys: Planes, values: Planes, mask: mx.array | None) -> Partial:
+        k = decode(codec.keys, keys, q.dtype)
+        s = (q @ k.swapaxes(-1, -2)).astype(mx.float32)
+        s = masked(s if mask is None else s.reshape(*sizes[:4], s.shape[-1]), mask)
+        weights, lse = weights_and_lse(s)
+        weights = weights.astype(q.dtype).reshape(*q.shape[:3], s.shape[-1])
+        out = weights @ decode(codec.values, after(values, weights), q.dtype)
+        out = out.reshape(*queries.shape[:3], out.shape[-1])
+        return Partial(out.astype(mx.float32), lse.reshape(queries.shape[:3]))
+
+    return read
+
+
+_tile_by_tile = in_tiles("tiled", _decoding)
+
+tiled_partial = in_blocks(_tile_by_tile)
+"""Of a block of :data:`BLOCK` queries and a tile of columns at a time there are scores, and decoded
+keys and values."""
+
+tiled = in_blocks(out_of(_tile_by_tile))
+"""The result of :data:`tiled_partial` alone, in the queries' dtype."""
+
+TILED = {
+    **UNFUSED,
+    "window": tiled,
+    "masked_window": tiled,
+    "partial": by_length(unfused_partial, tiled_partial),
+}
+"""One query: its scores are a single row, so nothing is gained by tiles. More: tiles, so that
+neither the score matrix nor a decoded copy of the cache is ever whole."""
+
+
+def _tiled_causal(
+    queries: mx.array, keys: Planes, values: Planes, codec: Codec, *, mask: Mask = None, **rest
 ) -> mx.array:
-    """Milakov and Gimelshein, *Online normalizer calculation for softmax* (2018)."""
-    batch, heads, length, _ = queries.shape
-    kv_heads, columns = keys[0].shape[1:3]
-    group = heads // kv_heads
-    shape = (batch, kv_heads, group, length)
-    q = fold(wide(queries) * scale, kv_heads)
-    if isinstance(mask, mx.array):
-        mask = five_axes(mask, kv_heads, group)
-    if sinks is None:
-        top = mx.full((*shape, 1), mx.finfo(mx.float32).min)
-        total = mx.zeros((*shape, 1))
-    else:
-        by_head = sinks.astype(mx.float32).reshape(1, kv_heads, group, 1, 1)
-        top, total = mx.broadcast_to(by_head, (*shape, 1)), mx.ones((*shape, 1))
-    out, earlier = mx.array(0.0), ()
-    size = tile_columns(max(batch * kv_heads * queries.shape[3], batch * heads * length))
-    for (start, stop, k), (_, _, v) in zip(tiles(keys, size), tiles(values, size), strict=True):
-        k = decode(codec.keys, after(k, *earlier), q.dtype)
-        s = (q @ k.swapaxes(-1, -2)).astype(mx.float32).reshape(*shape, stop - start)
-        s = masked(s, _columns(mask, length, columns, start, stop))
-        new = mx.maximum(top, mx.max(s, axis=-1, keepdims=True))
-        weights, fade = mx.exp(s - new), mx.exp(top - new)
-        total = total * fade + mx.sum(weights, axis=-1, keepdims=True)
-        weights = weights.astype(q.dtype).reshape(batch, kv_heads, -1, stop - start)
-        v = decode(codec.values, after(v, weights), q.dtype)
-        part = (weights @ v).astype(mx.float32)
-        out = out * fade + part.reshape(*shape, part.shape[-1])
-        top, earlier = new, (out, total)
-    return (out / total).reshape(batch, heads, length, -1).astype(queries.dtype)
+    """Tiles, but for a mask that is an array."""
+    read = unfused if isinstance(mask, mx.array) else tiled
+    return read(queries, keys, values, codec, mask=mask, **rest)
 
 
-def _rows(mask: mx.array | str | None, first: int, last: int) -> mx.array | str | None:
-    """The mask of queries ``[first, last)``."""
-    if not isinstance(mask, mx.array) or mask.ndim < 2 or mask.shape[-2] == 1:
-        return mask
-    return mask[..., first:last, :]
+TILED_CAUSAL = {**TILED, "window": _tiled_causal, "masked_window": unfused}
+"""Tiles for causal windows only: masks that are arrays are applied to all scores at once."""
 
-
-def _columns(
-    mask: mx.array | str | None, length: int, columns: int, start: int, stop: int
-) -> mx.array | None:
-    """The mask of columns ``[start, stop)``; none where all queries see them."""
-    if isinstance(mask, str):
-        seen_by_all = columns - length + 1
-        return None if stop <= seen_by_all else lower_right(length, columns, start, stop)
-    return mask if mask is None or mask.shape[-1] == 1 else mask[..., start:stop]
-
-
-TILED = {"decode": tiled, "window": tiled, "masked_window": tiled}
+ALL_TILED = {
+    "decode": tiled,
+    "window": tiled,
+    "masked_window": tiled,
+    "committed": committed(tiled),
+    "partial": tiled_partial,
+}
+"""Tiles for a single query too, so that every product is one of decoded numbers."""

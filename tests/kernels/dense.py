@@ -19,6 +19,8 @@ def decoded(codec, planes) -> np.ndarray:
 def bias(mask, batch: int, kv_heads: int, heads: int, length: int, columns: int) -> np.ndarray:
     """A mask as numbers to add, ``[batch, heads, L, N]``."""
     shape = (batch, heads, length, columns)
+    if callable(mask):
+        mask = mask(0, length, 0, columns)
     if mask is None:
         return np.zeros(shape)
     if isinstance(mask, str):
@@ -35,13 +37,18 @@ def bias(mask, batch: int, kv_heads: int, heads: int, length: int, columns: int)
 
 
 def attention(queries, keys, values, scale, mask=None, sinks=None) -> np.ndarray:
+    return partial(queries, keys, values, scale, mask, sinks)[0]
+
+
+def partial(queries, keys, values, scale, mask=None, sinks=None) -> tuple[np.ndarray, np.ndarray]:
+    """Attention and the log-sum-exp of the scores, -inf for a query that sees nothing."""
     q = np.array(queries.astype(mx.float32), np.float64)
     batch, heads, length, _ = q.shape
     group = heads // keys.shape[1]
     keys, values = np.repeat(keys, group, 1), np.repeat(values, group, 1)
     scores = q @ keys.swapaxes(-1, -2) * scale
     scores = scores + bias(mask, batch, keys.shape[1] // group, heads, length, keys.shape[2])
-    top = np.maximum(scores.max(-1, keepdims=True), -1e300)
+    top = np.maximum(scores.max(-1, keepdims=True, initial=-np.inf), -1e300)
     if sinks is not None:
         logits = np.array(sinks.astype(mx.float32), np.float64).reshape(1, heads, 1, 1)
         top = np.maximum(top, logits)
@@ -49,17 +56,27 @@ def attention(queries, keys, values, scale, mask=None, sinks=None) -> np.ndarray
     total = weights.sum(-1, keepdims=True)
     if sinks is not None:
         total = total + np.exp(logits - top)
-    with np.errstate(invalid="ignore"):
-        return weights / total @ values
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return weights / total @ values, (top + np.log(total))[..., 0]
 
 
-def allowed(queries, keys, values, scale, arithmetic: mx.Dtype) -> float:
-    """How far a result may be: its own rounding, and what an error in each score does."""
+def largest(queries, keys, scale) -> float:
+    """The most that a score can be."""
     q = np.abs(np.array(queries.astype(mx.float32), np.float64))
     group = q.shape[1] // keys.shape[1]
-    largest = (q @ np.abs(np.repeat(keys, group, 1)).swapaxes(-1, -2)).max() * abs(scale)
-    most = np.abs(values).max()
-    return most * (EPS[queries.dtype] / 2 + EPS[arithmetic] * (4 + 2 * largest) + 1e-30)
+    return (q @ np.abs(np.repeat(keys, group, 1)).swapaxes(-1, -2)).max() * abs(scale)
+
+
+def allowed(queries, keys, values, scale, arithmetic: mx.Dtype, dtype=None) -> float:
+    """How far a result may be: its own rounding, and what an error in each score does."""
+    off = EPS[arithmetic] * (4 + 2 * largest(queries, keys, scale))
+    return np.abs(values).max() * (EPS[dtype or queries.dtype] / 2 + off + 1e-30)
+
+
+def allowed_lse(queries, keys, scale, arithmetic: mx.Dtype, wanted: np.ndarray) -> np.ndarray:
+    """How far a log-sum-exp may be: its own rounding, and an error in each score and in the sum."""
+    off = EPS[arithmetic] * (4 + 2 * largest(queries, keys, scale))
+    return off + EPS[mx.float32] * (np.abs(wanted) + 4)
 
 
 def _bools(rng, *shape):
@@ -77,6 +94,28 @@ def _holes(rng, *shape):
     hidden = rng.random(shape) < 0.4
     hidden[..., 0] = False
     return mx.array(np.where(hidden, -np.inf, added))
+
+
+def _lazy(mask):
+    """The same mask, in the blocks that are asked for."""
+
+    def block(first, last, start, stop):
+        rows = mask if mask.shape[-2] == 1 else mask[..., first:last, :]
+        return rows if mask.shape[-1] == 1 else rows[..., start:stop]
+
+    return block
+
+
+def _lazy_causal(length, columns):
+    """None for blocks of which everything is seen, as caches' masks do it."""
+
+    def block(first, last, start, stop):
+        if stop <= columns - length + first + 1:
+            return None
+        last_seen = mx.arange(columns - length + first, columns - length + last)
+        return mx.arange(start, stop)[None] <= last_seen[:, None]
+
+    return block
 
 
 MASKS = {
@@ -98,4 +137,9 @@ MASKS = {
     "float rank 5": lambda rng, b, k, g, n, m: _floats(rng, b, k, g, n, m),
     "float, one column": lambda rng, b, k, g, n, m: _floats(rng, b, 1, n, 1),
     "float with -inf": lambda rng, b, k, g, n, m: _holes(rng, b, 1, n, m),
+    "lazy causal": lambda rng, b, k, g, n, m: _lazy_causal(n, m),
+    "lazy rank 2": lambda rng, b, k, g, n, m: _lazy(_bools(rng, n, m)),
+    "lazy by row": lambda rng, b, k, g, n, m: _lazy(_bools(rng, b, 1, n, m)),
+    "lazy by row and head": lambda rng, b, k, g, n, m: _lazy(_bools(rng, b, k * g, n, m)),
+    "lazy, one row": lambda rng, b, k, g, n, m: _lazy(_bools(rng, b, 1, 1, m)),
 }

@@ -11,95 +11,65 @@ from hypothesis import given
 import kvfun
 from kvfun.codecs import BITS, Codec, Plain
 from kvfun.errors import ShapeError
-from kvfun.kernels import FUSED, PHASES, TILED, UNFUSED, _scores, _tiled, kernels_for
-from kvfun.kernels._fused import fused
+from kvfun.kernels import (
+    ALL_TILED,
+    COMPOSED,
+    FUSED,
+    PHASES,
+    TILED,
+    TILED_CAUSAL,
+    UNFUSED,
+    _scores,
+    _tiled,
+    kernels_for,
+    multiplies_packed,
+)
 
 from . import dense
-
-SETS = {"fused": FUSED, "unfused": UNFUSED, "tiled": TILED}
-AFFINE = [f"kv{bits}" for bits in BITS]
-SPECS = ["f32", "bf16", *AFFINE, "kv4-g32", "k8v4", "bf16+kv4", "kv4+bf16", "f16+kv3-g32"]
-PAIRS = [(name, spec) for name, spec in product(SETS, SPECS) if name != "fused" or "kv" not in spec]
-FLOATS = (mx.float32, mx.bfloat16, mx.float16)
-
-
-@pytest.fixture
-def small_tiles(monkeypatch):
-    tiles_of(monkeypatch, 7, 5)
-
-
-def tiles_of(monkeypatch, columns: int, queries: int) -> None:
-    monkeypatch.setattr(_scores, "TILE", columns)
-    monkeypatch.setattr(_scores, "TILE_NUMBERS", 0)
-    monkeypatch.setattr(_tiled, "BLOCK", queries)
-
-
-def numbers(rng, *shape: int, dtype: mx.Dtype = mx.float32) -> mx.array:
-    return mx.array(rng.normal(size=shape).astype(np.float32)).astype(dtype)
-
-
-class Case:
-    """Queries and encoded planes, and what attention over them must be."""
-
-    def __init__(
-        self, spec, *, batch=1, kv_heads=2, group=2, length=1, columns=9, dims=(64, 64), seed=0,
-        dtype=mx.float32, stored=mx.float32, scale=None, sinks=False, mask="none",
-    ):  # fmt: skip
-        self.rng = rng = np.random.default_rng(seed)
-        self.codec = Codec.of(spec)
-        self.keys = self.codec.keys.encode(
-            numbers(rng, batch, kv_heads, columns, dims[0]).astype(stored)
-        )
-        self.values = self.codec.values.encode(
-            numbers(rng, batch, kv_heads, columns, dims[1]).astype(stored)
-        )
-        self.queries = numbers(rng, batch, kv_heads * group, length, dims[0], dtype=dtype)
-        self.scale = dims[0] ** -0.5 if scale is None else scale
-        self.mask = dense.MASKS[mask](rng, batch, kv_heads, group, length, columns)
-        self.sinks = numbers(rng, kv_heads * group) if sinks else None
-        self.k = dense.decoded(self.codec.keys, self.keys)
-        self.v = dense.decoded(self.codec.values, self.values)
-
-    def run(self, kernel) -> mx.array:
-        return kernel(
-            self.queries, self.keys, self.values, self.codec,
-            scale=self.scale, mask=self.mask, sinks=self.sinks,
-        )  # fmt: skip
-
-    def check(self, kernel, arithmetic: mx.Dtype = mx.float32) -> None:
-        out = self.run(kernel)
-        assert out.dtype == self.queries.dtype
-        assert out.shape == (*self.queries.shape[:3], self.v.shape[3])
-        wanted = dense.attention(self.queries, self.k, self.v, self.scale, self.mask, self.sinks)
-        error = np.abs(np.array(out.astype(mx.float32), np.float64) - wanted).max()
-        assert error <= dense.allowed(self.queries, self.k, self.v, self.scale, arithmetic)
-
+from .cases import FLOATS, PAIRS, SETS, SPECS, Case, numbers, raw, tiles_of
 
 # -- masks, codecs, shapes ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mask", dense.MASKS)
-@pytest.mark.parametrize(
-    ("name", "spec"),
-    [("fused", "f32"), ("fused", "bf16"), ("unfused", "kv4"), ("tiled", "kv4"), ("tiled", "bf16")],
-)
-@pytest.mark.parametrize("group", [1, 3])
-def test_masks(name, spec, mask, group, small_tiles):
-    Case(spec, batch=2, group=group, length=6, columns=20, mask=mask).check(SETS[name]["window"])
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("name", SETS)
+def test_masks(name, phase, mask, small_tiles):
+    length = 1 if phase == "decode" else 6
+    for spec, group in (("f32" if name == "fused" else "kv4", 3), ("bf16", 1)):
+        case = Case(spec, batch=2, group=group, length=length, columns=20, mask=mask)
+        case.check(SETS[name][phase])
 
 
 @pytest.mark.parametrize(("name", "spec"), PAIRS)
 @pytest.mark.parametrize("sinks", [False, True])
 def test_codecs(name, spec, sinks, small_tiles):
-    Case(spec, sinks=sinks).check(SETS[name]["decode"])
-    case = Case(spec, batch=2, length=6, columns=20, mask="causal", sinks=sinks, dims=(64, 128))
-    case.check(SETS[name]["window"])
-    case = Case(spec, batch=2, length=6, columns=20, mask="rank 4, by row", sinks=sinks)
-    case.check(SETS[name]["masked_window"])
+    kernels = SETS[name]
+    one = {"sinks": sinks, "dims": (64, 128)}
+    some = {**one, "batch": 2, "length": 6, "columns": 20}
+    for phase in ("decode", "committed", "partial"):
+        Case(spec, **one).check(kernels[phase])
+    for phase in ("window", "committed", "partial"):
+        Case(spec, mask="causal", **some).check(kernels[phase])
+    for mask in ("rank 4, by row", "lazy by row"):
+        Case(spec, mask=mask, **some).check(kernels["masked_window"])
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("name", SETS)
+def test_groups_of_heads(name, group, phase, small_tiles):
+    for kv_heads, spec in ((1, "k8v4"), (3, "f32")):
+        for mask in ("causal", "rank 4, by row and head", "rank 5, by KV head"):
+            Case(
+                spec, kv_heads=kv_heads, group=group, length=1 if phase == "decode" else 3,
+                columns=11, mask=mask, sinks=True,
+            ).check(SETS[name][phase])  # fmt: skip
 
 
 @given(
     pair=st.sampled_from(PAIRS),
+    phase=st.sampled_from(PHASES),
     batch=st.integers(1, 3),
     heads=st.sampled_from([(1, 1), (1, 8), (2, 2), (2, 4), (3, 3), (4, 1), (5, 1), (2, 3)]),
     sizes=st.tuples(st.integers(1, 70), st.integers(0, 70)),
@@ -110,39 +80,47 @@ def test_codecs(name, spec, sinks, small_tiles):
     tile=st.sampled_from([(3, 2), (8, 16), (64, 64), (256, 512)]),
     seed=st.integers(0, 99),
 )
-def test_any_shape(pair, batch, heads, sizes, dims, mask, sinks, scale, tile, seed):
+def test_any_shape(pair, phase, batch, heads, sizes, dims, mask, sinks, scale, tile, seed):
     (name, spec), (kv_heads, group), (length, more) = pair, heads, sizes
+    length = {"decode": 1, "committed": min(length, 8)}.get(phase, length)
     case = Case(
         spec, batch=batch, kv_heads=kv_heads, group=group, length=length, columns=length + more,
         dims=dims, mask=mask, sinks=sinks, scale=scale, seed=seed,
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         tiles_of(patch, *tile)
-        case.check(SETS[name]["window"])
+        case.check(SETS[name][phase])
 
 
 @pytest.mark.parametrize("length", [*range(1, 12), 31, 32, 33, 63, 64, 65, 70])
-@pytest.mark.parametrize(("name", "spec"), [("fused", "f32"), ("unfused", "kv8"), ("tiled", "kv4")])
+@pytest.mark.parametrize(
+    ("name", "spec"),
+    [("fused", "f32"), ("unfused", "kv8"), ("tiled", "kv4"), ("composed", "kv4"), ("fused", "kv4")],
+)
 def test_every_length_under_the_causal_mask(name, spec, length, small_tiles):
     case = Case(spec, length=length, columns=length + length % 5, mask="causal")
-    case.check(SETS[name]["window"])
+    for phase in ("window", "partial"):
+        case.check(SETS[name][phase])
 
 
 @pytest.mark.parametrize("columns", [255, 256, 257, 511, 512, 513, 1100])
 @pytest.mark.parametrize("mask", ["none", "causal", "rank 2"])
 def test_columns_about_the_edge_of_a_tile(columns, mask, monkeypatch):
     monkeypatch.setattr(_scores, "TILE_NUMBERS", 0)
-    Case("kv4-g32", length=3, columns=columns, dims=(32, 32), mask=mask).check(TILED["window"])
+    case = Case("kv4-g32", length=3, columns=columns, dims=(32, 32), mask=mask)
+    case.check(TILED["window"])
+    case.check(COMPOSED["window"])
     Case("bf16", columns=columns, dims=(32, 32)).check(UNFUSED["decode"])
 
 
 @pytest.mark.parametrize("length", [511, 512, 513, 1030])
-@pytest.mark.parametrize("mask", ["causal", "rank 4, by row", "one row"])
+@pytest.mark.parametrize("mask", ["causal", "rank 4, by row", "one row", "lazy by row"])
 def test_queries_about_the_edge_of_a_block(length, mask):
     case = Case(
         "kv4-g32", kv_heads=1, group=1, length=length, columns=length + 3, dims=(32, 32), mask=mask
     )
     case.check(TILED["window"])
+    case.check(COMPOSED["partial"])
 
 
 def test_a_causal_block_reads_no_column_that_it_does_not_see(monkeypatch):
@@ -165,7 +143,7 @@ def test_tiles_are_larger_where_heads_and_queries_are_few():
 
 
 @pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("name", ["unfused", "tiled"])
+@pytest.mark.parametrize("name", ["unfused", "tiled", "composed"])
 def test_padded_planes(name, bits, small_tiles):
     """Queries are filled up with zeros, whatever stands behind the stored numbers."""
     case = Case(f"kv{bits}-pad", length=3, columns=20, dims=(80, 72), mask="causal")
@@ -183,8 +161,10 @@ def test_padded_planes(name, bits, small_tiles):
     [
         ("fused", "plain"),
         ("unfused", "kv4"),
-        ("tiled", "kv4"),
-        ("tiled", "plain"),
+        ("all tiled", "kv4"),
+        ("all tiled", "plain"),
+        ("composed", "kv4"),
+        ("composed", "plain"),
         ("unfused", "k8v4"),
         ("unfused", "plain+kv4"),
     ],
@@ -206,21 +186,26 @@ def test_results_come_in_the_dtype_of_the_queries(name, spec, dtype, stored, sma
         fused = name == "fused" and dtype == stored
         phase = "decode" if length == 1 else "window"
         case.check(SETS[name][phase], dtype if fused else mx.float32)
+        case.check(SETS[name]["partial"])
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("spec", ["kv4", "plain", "plain+kv8"])
-@pytest.mark.parametrize("name", ["unfused", "tiled"])
+@pytest.mark.parametrize("name", ["unfused", "all tiled", "composed"])
 def test_products_in_the_dtype_of_the_queries_as_on_a_gpu(
     name, spec, dtype, small_tiles, monkeypatch
 ):
     monkeypatch.setattr(_tiled, "wide", lambda x: x)
     monkeypatch.setattr("kvfun.kernels._unfused.wide", lambda x: x)
+    monkeypatch.setattr("kvfun.kernels._composed.wide", lambda x: x)
     for length, mask in ((1, "none"), (6, "causal"), (6, "float rank 4")):
         case = Case(
             spec, length=length, columns=20, mask=mask, sinks=True, dtype=dtype, stored=dtype
         )
-        case.check(SETS[name]["window"], dtype)
+        for phase in ("window", "committed", "partial"):
+            case.check(SETS[name][phase], dtype)
+        case.sinks = None
+        case.check(SETS[name]["partial"], dtype)
 
 
 def test_only_the_cpu_computes_in_float32(monkeypatch):
@@ -236,16 +221,19 @@ def test_only_the_cpu_computes_in_float32(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize(
-    ("name", "spec"), [("fused", "plain"), ("fused", "bf16"), ("unfused", "kv4"), ("tiled", "kv4")]
-)
-def test_nothing_that_was_given_is_changed(name, spec, dtype):
-    case = Case(spec, length=3, columns=9, mask="float rank 4", sinks=True, dtype=dtype, scale=0.5)
-    given = [case.queries, *case.keys, *case.values, case.mask, case.sinks]
-    mx.eval(given)
-    before = [bytes(memoryview(mx.array(x).view(mx.uint8))) for x in given]
-    mx.eval(case.run(SETS[name]["window"]))
-    assert before == [bytes(memoryview(mx.array(x).view(mx.uint8))) for x in given]
+@pytest.mark.parametrize("spec", ["plain", "bf16", "kv4", "kv3"])
+@pytest.mark.parametrize("name", SETS)
+def test_nothing_that_was_given_is_changed(name, spec, dtype, small_tiles):
+    for phase, mask in product(PHASES, ("float rank 4", "rank 2")):
+        case = Case(
+            spec, length=1 if phase == "decode" else 6, columns=9, mask=mask, sinks=True,
+            dtype=dtype, stored=dtype, scale=0.5,
+        )  # fmt: skip
+        given = [case.queries, *case.keys, *case.values, case.mask, case.sinks]
+        mx.eval(given)
+        before = [raw(x) for x in given]
+        mx.eval(case.run(SETS[name][phase]))
+        assert before == [raw(x) for x in given]
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -258,8 +246,10 @@ def test_nothing_that_was_given_is_changed(name, spec, dtype):
         ("fused", "bf16"),
         ("unfused", "kv4"),
         ("unfused", "plain"),
-        ("tiled", "kv4"),
-        ("tiled", "plain"),
+        ("all tiled", "kv4"),
+        ("all tiled", "plain"),
+        ("composed", "kv4"),
+        ("composed", "plain"),
     ],
 )
 def test_a_query_that_sees_nothing_yields_finite_numbers(
@@ -309,12 +299,12 @@ def test_garbage_outside_the_columns_that_are_read_does_not_matter(spec, policy,
 
     spoilt = kvfun.replace(cache, keys=poisoned(cache.keys), values=poisoned(cache.values))
     assert any(mx.isnan(p.astype(mx.float32)).any() for p in spoilt.keys)
-    for kernels in (kernels_for(cache.codec), UNFUSED, TILED):
+    for kernels in (kernels_for(cache.codec), UNFUSED, ALL_TILED, COMPOSED):
         a, b = (kvfun.attend(c, queries, phase=phase, kernels=kernels) for c in (cache, spoilt))
         assert mx.array_equal(a, b)
 
 
-@pytest.mark.parametrize("name", ["unfused", "tiled"])
+@pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("shape", [(1, 3, 1, 9), (1, 2, 1, 9), (1, 1, 1, 1, 1, 9)])
 def test_a_mask_of_other_heads_is_refused(name, shape):
     case = Case("kv4")
@@ -337,20 +327,84 @@ def test_every_codec_has_a_kernel_for_every_phase(spec):
 def test_plain_numbers_are_read_by_the_fused_kernel():
     for spec in ("plain", "bf16", "f16", "f32", "bf16+f32"):
         assert kernels_for(Codec.of(spec)) is FUSED
-    for spec in ("kv4", "k8v4", "bf16+kv4", "kv8+f16"):
+    for spec in ("kv4", "k8v4", "bf16+kv4", "kv8+f16", "mxfp8"):
         kernels = kernels_for(Codec.of(spec))
         assert kernels["decode"] is UNFUSED["decode"]
-        assert kernels["window"] is kernels["masked_window"] is TILED["window"]
+        assert kernels["window"] is kernels["masked_window"] is ALL_TILED["window"]
 
 
-def test_tiles_are_decoded_where_packed_products_are_patchy(monkeypatch):
+@pytest.mark.parametrize("dtype", [None, *FLOATS])
+def test_the_choice_is_a_function_of_codec_device_and_dtype(dtype, monkeypatch):
     """MLX's CUDA backend refuses many shapes of quantized products, at evaluation only."""
-    gpu = mx.Device(mx.gpu, 0)
-    monkeypatch.setattr(mx, "default_device", lambda: gpu)
-    monkeypatch.setattr(mx.metal, "is_available", lambda: False)
-    assert kernels_for(Codec.of("kv4")) is TILED
-    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
-    assert kernels_for(Codec.of("kv4"))["decode"] is UNFUSED["decode"]
+    cpu, gpu = mx.Device(mx.cpu, 0), mx.Device(mx.gpu, 0)
+    for metal, on_gpu in ((False, COMPOSED), (True, TILED)):
+        monkeypatch.setattr(mx.metal, "is_available", lambda metal=metal: metal)
+        for default in (cpu, gpu):
+            monkeypatch.setattr(mx, "default_device", lambda default=default: default)
+            for device, wanted in (
+                (cpu, TILED),
+                (gpu, on_gpu),
+                (None, TILED if default is cpu else on_gpu),
+            ):
+                assert kernels_for(Codec.of("kv4"), device, dtype) is wanted
+                assert kernels_for(Codec.of("bf16"), device, dtype) is FUSED
+                assert multiplies_packed(device) is (wanted is TILED)
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_every_set_has_a_kernel_for_every_phase(name):
+    assert set(SETS[name]) == set(PHASES)
+
+
+def test_arrays_are_applied_to_all_scores_where_only_causal_windows_are_tiled(monkeypatch):
+    calls = []
+    monkeypatch.setattr(
+        _tiled, "unfused", lambda *a, **k: calls.append(1) or UNFUSED["window"](*a, **k)
+    )
+    for mask, length, whole in (("causal", 6, 0), ("none", 6, 0), ("lazy by row", 6, 0),
+                                ("rank 2", 6, 1), ("float rank 4", 6, 1)):  # fmt: skip
+        calls.clear()
+        Case("kv4", length=length, columns=20, mask=mask).check(TILED_CAUSAL["window"])
+        assert len(calls) == whole
+    assert TILED_CAUSAL["masked_window"] is UNFUSED["masked_window"]
+
+
+def test_few_queries_are_read_at_once_by_a_partial_kernel_of_tiles():
+    read = []
+    kernel = _tiled.by_length(
+        lambda *a, **k: read.append("few"), lambda *a, **k: read.append("many")
+    )
+    for group, length in ((1, 1), (32, 1), (4, 2), (1, 8), (4, 3), (1, 9)):
+        Case("kv4", kv_heads=2, group=group, length=length, columns=20).run(kernel)
+    assert read == ["few"] * 4 + ["many"] * 2
+
+
+@pytest.mark.parametrize("mask", ["none", "causal", "rank 4, by row", "lazy by row"])
+def test_a_tile_that_holds_all_is_read_by_the_fused_kernel_on_decoded_numbers(mask, monkeypatch):
+    """Without a product of its own for a log-sum-exp."""
+    case = Case("kv4", length=6, columns=20, mask=mask, sinks=True)
+    array = case.mask(0, 6, 0, 20) if callable(case.mask) else case.mask
+    wanted = mx.fast.scaled_dot_product_attention(
+        case.queries, case.codec.keys.decode(case.keys), case.codec.values.decode(case.values),
+        scale=case.scale, mask=array, sinks=case.sinks,
+    )  # fmt: skip
+    sums = []
+    monkeypatch.setattr(mx, "logsumexp", lambda *given, **rest: sums.append(1))
+    assert mx.array_equal(case.run(COMPOSED["window"]), wanted)
+    assert not sums
+
+
+def test_several_tiles_are_read_by_the_fused_kernel_each(monkeypatch, small_tiles):
+    read = []
+    kernel = mx.fast.scaled_dot_product_attention
+
+    def recorded(q, k, v, **rest):
+        read.append((q.shape[2], k.shape[2]))
+        return kernel(q, k, v, **rest)
+
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", recorded)
+    Case("kv4", length=6, columns=20, mask="causal").check(COMPOSED["window"])
+    assert read == [(5, 7), (5, 7), (5, 5), (1, 7), (1, 7), (1, 6)]
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -382,66 +436,10 @@ class Negated(Plain):
         return -planes[0]
 
 
-@pytest.mark.parametrize("name", ["unfused", "tiled"])
+@pytest.mark.parametrize("name", SETS)
 def test_a_codec_of_ones_own(name, small_tiles):
     codec = Codec(Negated(), Negated())
     for mask in ("none", "causal"):
-        Case(codec, length=3, columns=20, mask=mask).check(SETS[name]["window"])
-
-
-# -- memory ---------------------------------------------------------------------------------------
-
-
-def peak(case: Case, kernel) -> int:
-    """The most bytes that a read takes at once, beyond what is there."""
-    mx.eval(case.queries, case.keys, case.values)
-    mx.synchronize()
-    mx.clear_cache()
-    before = mx.get_active_memory()
-    mx.reset_peak_memory()
-    mx.eval(case.run(kernel))
-    mx.synchronize()
-    return mx.get_peak_memory() - before
-
-
-def windowed(spec: str, columns: int, dtype: mx.Dtype = mx.bfloat16, length: int = 512) -> Case:
-    return Case(
-        spec, kv_heads=2, group=4, length=length, columns=columns, dims=(32, 32), mask="causal",
-        dtype=dtype, stored=dtype,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("spec", ["kv4-g32", "kv3-g32", "k8v4-g32"])
-def test_a_prefill_over_a_quantized_cache_takes_less_memory_than_over_bf16(spec):
-    """Scores of 8 heads, 512 queries and 8192 columns are 128 MiB in float32, 64 in bfloat16."""
-    kernel = kernels_for(Codec.of(spec))["window"]
-    whole = 8 * 512 * 8192 * 2
-    plain = windowed("bf16", 8192)
-    quantized = windowed(spec, 8192)
-    assert peak(quantized, kernel) < whole // 2 < whole < peak(plain, fused)
-    stored, raw = (sum(p.nbytes for p in case.keys + case.values) for case in (quantized, plain))
-    assert stored < raw / 1.7
-    assert stored + peak(quantized, kernel) < raw + peak(plain, FUSED["window"])
-
-
-def test_the_memory_of_a_window_does_not_grow_with_the_cache_or_the_block():
-    short, long = (peak(windowed("kv4-g32", n, length=64), TILED["window"]) for n in (8192, 32768))
-    assert long < 1.25 * short
-    block = peak(windowed("kv4-g32", 2048, length=512), TILED["window"])
-    blocks = peak(windowed("kv4-g32", 2048, length=2048), TILED["window"])
-    results = 8 * 2048 * 32 * 4  # of all blocks, before they are joined
-    assert blocks < 1.25 * block + 4 * results
-
-
-@pytest.mark.parametrize("name", ["fused", "unfused", "tiled"])
-def test_numbers_of_another_dtype_are_never_promoted_all_at_once(name, monkeypatch):
-    """Eight heads of 16384 columns are 32 MiB in float32, for keys and again for values."""
-    monkeypatch.setattr(_scores, "TILE_NUMBERS", 0)
-    case = Case("bf16", kv_heads=8, group=1, columns=16384)
-    assert peak(case, SETS[name]["decode"]) < 8 * 16384 * 64 * 4 // 2
-
-
-def test_a_decode_over_a_quantized_cache_decodes_no_copy_of_it():
-    case = Case("kv4-g32", kv_heads=2, columns=65536, dims=(32, 32), dtype=mx.bfloat16)
-    decoded = 2 * 65536 * 32 * 4
-    assert peak(case, kernels_for(case.codec)["decode"]) < decoded
+        case = Case(codec, length=3, columns=20, mask=mask)
+        for phase in ("window", "committed", "partial"):
+            case.check(SETS[name][phase])
