@@ -10,9 +10,12 @@
 from . import codecs, errors, geometry, kernels, tree
 from .caches import (
     KV,
+    Chain,
+    View,
     append,
     attend,
     batch_size,
+    combine,
     concat,
     convert,
     empty,
@@ -23,10 +26,12 @@ from .caches import (
     nbytes,
     offsets,
     rollback,
+    seal,
     size,
     stack,
     take,
     unstack,
+    view,
 )
 from .codecs import Codec
 from .errors import KVFunError
@@ -36,12 +41,15 @@ __version__ = "0.1.0"
 
 __all__ = [
     "KV",
+    "Chain",
     "Codec",
     "KVFunError",
+    "View",
     "append",
     "attend",
     "batch_size",
     "codecs",
+    "combine",
     "concat",
     "convert",
     "empty",
@@ -57,10 +65,12 @@ __all__ = [
     "record",
     "replace",
     "rollback",
+    "seal",
     "size",
     "stack",
     "static",
     "take",
     "tree",
     "unstack",
+    "view",
 ]

@@ -1,13 +1,18 @@
 """The records and their verbs."""
 
-from ._kv import KV, Layout, attend_columns, decoded, empty
+from ._chain import Chain, seal
+from ._empty import empty
+from ._extents import Extents, extents, own_columns, width
+from ._kv import KV, Layout, decoded
 from ._verbs import (
     append,
     attend,
+    attend_columns,
     batch_size,
     concat,
     convert,
     fetch,
+    fetch_columns,
     fork,
     join,
     mask,
@@ -19,29 +24,45 @@ from ._verbs import (
     stack,
     take,
     unstack,
+    with_reserve,
 )
+from ._view import Combined, View, attend_over, combine, layout, view
 
 __all__ = [
     "KV",
+    "Chain",
+    "Combined",
+    "Extents",
     "Layout",
+    "View",
     "append",
     "attend",
     "attend_columns",
+    "attend_over",
     "batch_size",
+    "combine",
     "concat",
     "convert",
     "decoded",
     "empty",
+    "extents",
     "fetch",
+    "fetch_columns",
     "fork",
     "join",
+    "layout",
     "mask",
     "max_rollback",
     "nbytes",
     "offsets",
+    "own_columns",
     "rollback",
+    "seal",
     "size",
     "stack",
     "take",
     "unstack",
+    "view",
+    "width",
+    "with_reserve",
 ]

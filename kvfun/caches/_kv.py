@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import attrs
 import mlx.core as mx
 
 from .. import planes as p
-from ..codecs import Codec
+from ..codecs import Codec, Plain, VectorCodec
 from ..errors import CodecError, DTypeError, GeometryError, PhaseError, ShapeError
 from ..geometry import (
     Geometry,
     Mask,
-    MaskArray,
-    Policy,
+    Plan,
     Relayout,
     concat_layout,
-    mask_array,
-    stride,
+    for_kernel,
 )
 from ..kernels import kernels_for
 from ..planes import Planes
 from ..record import record, replace, static
 from . import _verbs as verbs
+from ._extents import own_columns, width
+
+READS = ("decode", "window", "committed", "partial")
+"""The phases a caller may name; ``masked_window`` follows from the mask."""
 
 
 @attrs.frozen
@@ -75,62 +78,57 @@ class KV:
     layout: Layout | None = static(default=None, repr=False)
 
 
-def empty(
-    spec: str | Codec,
-    *,
-    window: int | None = None,
-    sinks: int = 0,
-    chunk: int | None = None,
-    reserve: int = 0,
-    left_padding: Sequence[int] | None = None,
-) -> KV:
-    """A cache that holds nothing yet; shapes and dtype come with the first append.
-
-    Args:
-        spec: a codec or its spec string, see :func:`kvfun.codecs.parse`.
-        window: a sliding window of so many keys, the query's own included.
-        sinks: the first positions that stay visible for ever.
-        chunk: attention limited to the query's own chunk of positions.
-        reserve: tokens that can be rolled back exactly at any time, though the window is full.
-        left_padding: padding tokens in front of each row of the first blocks; never visible.
-
-    Raises:
-        SpecError, GeometryError: an unknown spec, or a number out of range.
-
-    >>> import kvfun
-    >>> kvfun.empty("kv4", window=128, sinks=4).codec.spec
-    'kv4'
-    """
-    policy = Policy(window, sinks, chunk, reserve)
-    return KV((), (), Codec.of(spec), Geometry.empty(policy, left_padding))
-
-
 # -- append ---------------------------------------------------------------------------------------
 
 
 @verbs.append.register(KV)
 def _append(cache: KV, keys: mx.array, values: mx.array) -> KV:
-    layout = cache.layout
-    try:
-        tokens = layout.tokens(keys, values) if layout is not None else -1
-    except (AttributeError, ValueError):  # not an array, or not of rank 4: said precisely below
-        tokens = -1
-    if tokens < 0:
-        layout = _checked(cache, keys, values)
-        tokens = keys.shape[2]
+    layout = accepted(cache, keys, values)
+    tokens = keys.shape[2]
     if not tokens:
         return _shaped(cache, layout)
     codec, geometry = cache.codec, cache.geometry
+    step = geometry.step(tokens)
+    if step is None:
+        plan, geometry = geometry.advance(tokens)
+        return written(cache, plan, geometry, layout, keys, values)
     rows = geometry.rows
+    column, geometry = step
     new_keys = codec.keys.encode(keys, rows)
     new = new_keys + codec.values.encode(values, rows)
-    step = geometry.step(tokens)
-    if step is not None:
-        column, geometry = step
-        planes = p.write_at(cache.keys + cache.values, column, new)
-    else:
-        plan, geometry = geometry.advance(tokens)
-        planes = p.write(cache.keys + cache.values, plan, new)
+    planes = p.write_at(cache.keys + cache.values, column, new)
+    split = len(new_keys)
+    return KV(planes[:split], planes[split:], codec, geometry, layout)
+
+
+def accepted(cache: KV, keys: mx.array, values: mx.array) -> Layout:
+    """The cache's layout, or with a first block the one it comes to have.
+
+    Raises:
+        ShapeError, DTypeError, CodecError: a block that does not fit.
+    """
+    layout = cache.layout
+    try:
+        if layout is not None and layout.tokens(keys, values) >= 0:
+            return layout
+    except (AttributeError, ValueError):  # not an array, or not of rank 4: said precisely below
+        pass
+    return _checked(cache, keys, values)
+
+
+def written(
+    cache: KV,
+    plan: Plan,
+    geometry: Geometry,
+    layout: Layout | None,
+    keys: mx.array,
+    values: mx.array,
+) -> KV:
+    """The cache after a plan of its geometry for a block."""
+    codec, rows = cache.codec, cache.geometry.rows
+    new_keys = codec.keys.encode(keys, rows)
+    new = new_keys + codec.values.encode(values, rows)
+    planes = p.write(cache.keys + cache.values, plan, new)
     split = len(new_keys)
     return KV(planes[:split], planes[split:], codec, geometry, layout)
 
@@ -177,10 +175,10 @@ def _checked(cache: KV, keys: mx.array, values: mx.array) -> Layout:
     if 0 in (batch, kv_heads, head_dim):
         raise ShapeError(f"empty axes: keys {tuple(keys.shape)}, values {tuple(values.shape)}")
     cache.geometry.expanded(batch)
-    return _for_codec(new, cache.codec)
+    return for_codec(new, cache.codec)
 
 
-def _for_codec(layout: Layout, codec: Codec) -> Layout:
+def for_codec(layout: Layout, codec: Codec) -> Layout:
     """The layout under a codec that can store its vectors."""
     codec.keys.check(layout.head_dim)
     codec.values.check(layout.value_dim)
@@ -205,7 +203,7 @@ def _filled(cache: KV, verb: str) -> Layout:
     return cache.layout
 
 
-def _at_least_one(queries: int) -> None:
+def at_least_one(queries: int) -> None:
     if isinstance(queries, bool) or not isinstance(queries, int) or queries < 1:
         raise ShapeError(f"queries must be an integer >= 1, not {queries!r}")
 
@@ -215,8 +213,13 @@ def _counted(cache: KV, queries: int) -> int:
     geometry = cache.geometry
     most = max(geometry.end(row) for row in geometry.rows)
     seen = max(row.offset for row in geometry.rows)
-    _at_least_one(queries)
-    if queries > max(most, seen):
+    return counted(queries, max(most, seen), seen)
+
+
+def counted(queries: int, most: int, seen: int) -> int:
+    """``queries``, if a cache of ``seen`` tokens may be asked for so many (at most ``most``)."""
+    at_least_one(queries)
+    if queries > most:
         raise ShapeError(
             f"{queries} queries, but the cache holds {seen} tokens; append the queries' own "
             "keys and values first"
@@ -228,28 +231,37 @@ def _counted(cache: KV, queries: int) -> int:
 def _fetch(cache: KV, *, queries: int = 1) -> tuple[mx.array, mx.array]:
     layout = cache.layout or _filled(cache, "fetch")
     if queries != 1:
-        _at_least_one(queries)
+        at_least_one(queries)
     spans = cache.geometry.spans(queries)
-    if not spans:
-        return _fetch_nothing(cache.codec, layout)
-    return decoded(cache, p.read(cache.keys, spans), p.read(cache.values, spans))
+    return _read(cache, spans) if spans else fetch_nothing(cache.codec, layout)
+
+
+@verbs.fetch_columns.register(KV)
+def _read(cache: KV, columns: Sequence[tuple[int, int]]) -> tuple[mx.array, mx.array]:
+    return decoded(cache, p.read(cache.keys, columns), p.read(cache.values, columns))
 
 
 def decoded(cache: KV, keys: Planes, values: Planes) -> tuple[mx.array, mx.array]:
     """What planes read from a cache stand for, ``[batch, kv_heads, columns, dim]``."""
     codec, layout = cache.codec, cache.layout
     k, v = codec.keys.decode(keys), codec.values.decode(values)
-    if layout is not None and layout.padded:
-        return _cut(k, layout.head_dim), _cut(v, layout.value_dim)
-    return k, v
+    if layout is None:
+        return k, v
+    if layout.padded:
+        k, v = _cut(k, layout.head_dim), _cut(v, layout.value_dim)
+    return _as_fed(codec.keys, k, layout.key_dtype), _as_fed(codec.values, v, layout.value_dtype)
 
 
-def _fetch_nothing(codec: Codec, layout: Layout) -> tuple[mx.array, mx.array]:
+def _as_fed(codec: VectorCodec, x: mx.array, dtype: mx.Dtype) -> mx.array:
+    """Decoded numbers in the dtype they came in; what is plain stays in the one it is stored in."""
+    return x if isinstance(codec, Plain) else x.astype(dtype)
+
+
+def fetch_nothing(codec: Codec, layout: Layout) -> tuple[mx.array, mx.array]:
     keys, values = _one_zero(codec, layout)
-    return (
-        _cut(codec.keys.decode(keys), layout.head_dim)[:, :, :0],
-        _cut(codec.values.decode(values), layout.value_dim)[:, :, :0],
-    )
+    k = _cut(codec.keys.decode(keys), layout.head_dim)[:, :, :0]
+    v = _cut(codec.values.decode(values), layout.value_dim)[:, :, :0]
+    return _as_fed(codec.keys, k, layout.key_dtype), _as_fed(codec.values, v, layout.value_dtype)
 
 
 def _cut(x: mx.array, dim: int) -> mx.array:
@@ -259,91 +271,118 @@ def _cut(x: mx.array, dim: int) -> mx.array:
 @verbs.attend.register(KV)
 def _attend(
     cache: KV, queries: mx.array, *, scale=None, phase="decode", kernels=None, sinks=None, mask=None
-) -> mx.array:
-    length = _fitting(_filled(cache, "attend"), queries, phase)
+) -> mx.array | tuple[mx.array, mx.array]:
+    length = fitting(_filled(cache, "attend"), queries, phase)
     geometry = cache.geometry
     _counted(cache, length)
-    if mask is None:
-        spans = geometry.cover(length)
-        described = geometry.mask(length, spans)
-        mask = mask_array(described) if isinstance(described, MaskArray) else described
-    else:
+    options = {"scale": scale, "phase": phase, "kernels": kernels, "sinks": sinks}
+    if mask is not None:
         spans = geometry.spans(length)
-        mask = _own_mask(mask, length, spans)
-    return attend_columns(
-        cache, queries, spans, mask, scale=scale, phase=phase, kernels=kernels, sinks=sinks
-    )
+        mask = own_mask(cache, mask, length)
+        return _attend_columns(cache, queries, spans, mask, **options)
+    spans = geometry.cover(length)
+    described = geometry.mask(length, spans)
+    if phase == "committed" and length > 1 and described != "causal":
+        then = [geometry.earlier(n) for n in reversed(range(length))]
+        return one_by_one([replace(cache, geometry=g) for g in then], queries, **options)
+    return _attend_columns(cache, queries, spans, for_kernel(described), **options)
 
 
-def attend_columns(
+def one_by_one(caches: Iterable[Any], queries: mx.array, **options) -> mx.array:
+    """Query ``i`` over the ``i``-th cache: the one that held its token last."""
+    outs = [
+        verbs.attend(cache, queries[:, :, index : index + 1], **options)
+        for index, cache in enumerate(caches)
+    ]
+    return mx.concatenate(outs, axis=2)
+
+
+@verbs.attend_columns.register(KV)
+def _attend_columns(
     cache: KV,
     queries: mx.array,
-    spans: Sequence[tuple[int, int]],
-    mask: mx.array | str | None,
+    columns: Sequence[tuple[int, int]],
+    mask=None,
     *,
     scale: float | None = None,
     phase: str = "decode",
     kernels: Mapping[str, Callable[..., mx.array]] | None = None,
     sinks: mx.array | None = None,
-) -> mx.array:
-    """Attention over the columns of ``spans`` under a mask over them: ``attend``'s arithmetic.
-
-    The shapes of ``queries`` and ``mask`` are the caller's business; the rest is as in
-    :func:`kvfun.attend`.
-    """
+) -> mx.array | tuple[mx.array, mx.array]:
     layout, codec = _filled(cache, "attend"), cache.codec
     width = codec.keys.width(layout.head_dim)
     scale = layout.head_dim**-0.5 if scale is None else scale
     if sinks is not None:
-        _check_sinks(sinks, queries.shape[1])
+        check_sinks(sinks, queries.shape[1])
     if width != layout.head_dim:
         queries = mx.pad(queries, [(0, 0)] * 3 + [(0, width - layout.head_dim)])
-    kernels = kernels_for(codec) if kernels is None else kernels
-    name = "masked_window" if phase == "window" and isinstance(mask, mx.array) else phase
-    if name not in kernels:
-        raise PhaseError(f"the kernel set has no {name!r}; it has {sorted(kernels)}")
-    out = kernels[name](
+    kernels = kernels_for(codec, dtype=queries.dtype) if kernels is None else kernels
+    plain = mask is None or isinstance(mask, str)
+    kernel = kernel_of(kernels, phase if plain or phase != "window" else "masked_window")
+    out = kernel(
         queries,
-        p.read(cache.keys, spans),
-        p.read(cache.values, spans),
+        p.read(cache.keys, columns),
+        p.read(cache.values, columns),
         codec,
         scale=scale,
         mask=mask,
         sinks=sinks,
     )
+    if phase == "partial":
+        return _cut(out[0], layout.value_dim), out[1]
     return _cut(out, layout.value_dim)
 
 
-def _own_mask(mask, queries: int, spans: Sequence[tuple[int, int]]) -> mx.array | str | None:
-    """A caller's mask, if it fits the queries and the fetched columns."""
-    if isinstance(mask, str) and mask in ("causal", "full"):
-        return None if mask == "full" else mask
-    if not isinstance(mask, mx.array):
+def kernel_of(kernels: Mapping[str, Callable[..., mx.array]], phase: str):
+    """The kernel of a phase.
+
+    Raises:
+        PhaseError: the set has none.
+    """
+    if phase not in kernels:
+        raise PhaseError(f"the kernel set has no {phase!r}; it has {sorted(kernels)}")
+    return kernels[phase]
+
+
+def own_mask(cache: Any, mask: Any, length: int, queries: int | None = None) -> Any:
+    """A caller's mask, if it fits so many queries and the fetched columns.
+
+    Args:
+        cache: any record.
+        mask: an array, ``"causal"`` or ``"full"``.
+        length: how many queries attend.
+        queries: the columns are those of ``fetch(cache, queries=queries)``; ``length`` by default.
+    """
+    queries = length if queries is None else queries
+    named = isinstance(mask, str)
+    if mask not in ("causal", "full") if named else not isinstance(mask, mx.array):
         raise ShapeError(f"a mask is an array, 'causal' or 'full', not {mask!r}")
-    columns = stride(spans)
+    columns = width(cache, queries)
     if not columns:
         raise ShapeError("a mask over no columns: all rows are still in their left padding")
+    if isinstance(mask, str):
+        return own_columns(cache, queries) if mask == "full" else mask
     shape = mask.shape[-2:]
-    fits = len(shape) == 2 and shape[0] in (1, queries) and shape[1] in (1, columns)
+    fits = len(shape) == 2 and shape[0] in (1, length) and shape[1] in (1, columns)
     if mask.ndim > 5 or not fits:
         raise ShapeError(
-            f"the mask {tuple(mask.shape)} does not fit {queries} queries and {columns} columns, "
+            f"the mask {tuple(mask.shape)} does not fit {length} queries and {columns} columns, "
             f"those of fetch(cache, queries={queries})"
         )
     return mask
 
 
-def _check_sinks(sinks: mx.array, heads: int) -> None:
+def check_sinks(sinks: mx.array, heads: int) -> None:
     if not isinstance(sinks, mx.array):
         raise DTypeError(f"sinks must be an mlx array, not {type(sinks).__name__}")
     if sinks.shape != (heads,):
         raise ShapeError(f"sinks must be [heads] = ({heads},), not {tuple(sinks.shape)}")
 
 
-def _fitting(layout: Layout, queries: mx.array, phase: str) -> int:
+def fitting(layout: Layout, queries: mx.array, phase: str) -> int:
     """The number of queries a row, if they fit the cache and the phase."""
-    if phase not in ("decode", "window"):
-        raise PhaseError(f"phase must be 'decode' or 'window', not {phase!r}")
+    if phase not in READS:
+        raise PhaseError(f"phase must be one of {', '.join(READS)}, not {phase!r}")
     if not isinstance(queries, mx.array):
         raise DTypeError(f"queries must be an mlx array, not {type(queries).__name__}")
     if not mx.issubdtype(queries.dtype, mx.floating):
@@ -371,16 +410,19 @@ def _mask(cache: KV, queries: int = 1) -> Mask:
 
 @verbs.rollback.register(KV)
 def _rollback(cache: KV, tokens: int | Sequence[int]) -> KV:
-    if isinstance(tokens, int):
-        counts = (tokens,)
-    elif isinstance(tokens, Sequence) and not isinstance(tokens, str):
-        counts, batch = tuple(tokens), _batch_size(cache)
-        if len(counts) != batch:
-            raise ShapeError(f"{len(counts)} counts {counts} for a batch of {batch} rows")
-    else:
-        raise ShapeError(f"tokens must be an integer, or a list of one a row, not {tokens!r}")
-    geometry = cache.geometry.rolled_back(counts)
+    geometry = cache.geometry.rolled_back(counts_of(tokens, _batch_size(cache)))
     return cache if cache.layout is None else replace(cache, geometry=geometry)
+
+
+def counts_of(tokens: int | Sequence[int], batch: int) -> tuple[int, ...]:
+    """One count for all rows, or one a row."""
+    if isinstance(tokens, int):
+        return (tokens,)
+    if not isinstance(tokens, Sequence) or isinstance(tokens, str):
+        raise ShapeError(f"tokens must be an integer, or a list of one a row, not {tokens!r}")
+    if len(tokens) != batch:
+        raise ShapeError(f"{len(tokens)} counts {tuple(tokens)} for a batch of {batch} rows")
+    return tuple(tokens)
 
 
 @verbs.max_rollback.register(KV)
@@ -388,12 +430,18 @@ def _max_rollback(cache: KV) -> tuple[int, ...]:
     return _per_row(cache, cache.geometry.max_rollback())
 
 
+@verbs.with_reserve.register(KV)
+def _with_reserve(cache: KV, tokens: int) -> KV:
+    policy = attrs.evolve(cache.geometry.policy, reserve=tokens)
+    return replace(cache, geometry=attrs.evolve(cache.geometry, policy=policy))
+
+
 @verbs.convert.register(KV)
 def _convert(cache: KV, spec: str | Codec) -> KV:
     new, old, layout = Codec.of(spec), cache.codec, cache.layout
     if layout is None:
         return replace(cache, codec=new)
-    after = _for_codec(layout, new)
+    after = for_codec(layout, new)
     return replace(
         cache,
         keys=_recoded(cache, cache.keys, old.keys, new.keys, layout.head_dim, layout.key_dtype),
@@ -445,12 +493,7 @@ def _size(cache: KV) -> int:
 @verbs.take.register(KV)
 def _take(cache: KV, rows: Sequence[int]) -> KV:
     batch = _batch_size(cache)
-    listed = isinstance(rows, Sequence) and len(rows) > 0
-    if not listed or any(isinstance(r, bool) or not isinstance(r, int) for r in rows):
-        raise ShapeError(f"take needs a list of row numbers, not {rows!r}")
-    if any(not -batch <= row < batch for row in rows):
-        raise ShapeError(f"rows {rows} of a batch of {batch}")
-    rows = [row % batch for row in rows]
+    rows = rows_of(rows, batch)
     if cache.layout is None:
         chosen = tuple(cache.geometry.expanded(batch)[row] for row in rows)
         return replace(cache, geometry=attrs.evolve(cache.geometry, rows=chosen))
@@ -462,6 +505,16 @@ def _take(cache: KV, rows: Sequence[int]) -> KV:
         values = p.detach(tuple([p.lay_out(plane, relayout) for plane in cache.values]))
     layout = attrs.evolve(cache.layout, batch=len(rows))
     return replace(cache, keys=keys, values=values, geometry=geometry, layout=layout)
+
+
+def rows_of(rows: Sequence[int], batch: int) -> list[int]:
+    """Row numbers of a batch, counted from its beginning."""
+    listed = isinstance(rows, Sequence) and len(rows) > 0
+    if not listed or any(isinstance(r, bool) or not isinstance(r, int) for r in rows):
+        raise ShapeError(f"take needs a list of row numbers, not {rows!r}")
+    if any(not -batch <= row < batch for row in rows):
+        raise ShapeError(f"rows {rows} of a batch of {batch}")
+    return [row % batch for row in rows]
 
 
 @verbs.join.register(KV)

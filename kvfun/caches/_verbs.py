@@ -22,7 +22,6 @@ Cache = TypeVar("Cache")
 Keys = Float[mx.array, "batch kv_heads tokens head_dim"]
 Values = Float[mx.array, "batch kv_heads tokens value_dim"]
 Queries = Float[mx.array, "batch heads queries head_dim"]
-Out = Float[mx.array, "batch heads queries value_dim"]
 
 
 def _unknown(verb: str, cache: object) -> TypeError:
@@ -76,26 +75,71 @@ def attend(
     kernels: Mapping[str, Callable[..., mx.array]] | None = None,
     sinks: Float[mx.array, "heads"] | None = None,
     mask: mx.array | str | None = None,
-) -> Out:
+) -> Any:
     """Attention of the cache's last tokens over what they see, themselves included.
 
     Args:
         cache: a cache that already holds the queries' own tokens.
         queries: ``[batch, heads, L, head_dim]``; ``heads`` is a multiple of the KV heads.
         scale: of the scores, by default ``head_dim ** -0.5``.
-        phase: ``"decode"`` (one query a row) or ``"window"`` (``L`` causal queries).
+        phase: what kind of read it is: ``"decode"`` (one query a row), ``"window"`` (``L`` causal
+            queries), ``"committed"`` (``L`` causal queries, each with the arithmetic of one: the
+            same bits as decoding them one at a time) or ``"partial"`` (``L`` causal queries; a
+            result to be merged with others, see :func:`kvfun.kernels.merge`).
         kernels: a kernel set, by default the one :func:`kvfun.kernels.kernels_for` chooses.
         sinks: attention sink logits, ``[heads]``.
         mask: replaces the cache's own mask over the columns of ``fetch(cache, queries=L)``: an
-            array, ``"causal"``, or ``"full"`` (all queries see all columns).
+            array, ``"causal"``, or ``"full"`` (all queries see all columns of their own row).
 
     Returns:
-        ``[batch, heads, L, value_dim]`` in the queries' dtype.
+        ``[batch, heads, L, value_dim]`` in the queries' dtype; of a partial read, that in float32
+        and the log-sum-exp of the scores, ``[batch, heads, L]``.
 
     Raises:
         ShapeError, PhaseError, GeometryError: queries that do not fit the cache or the phase.
     """
     raise _unknown("attend", cache)
+
+
+@singledispatch
+def fetch_columns(cache: Any, columns: Any) -> tuple[mx.array, mx.array]:
+    """Decoded columns, ``[batch, kv_heads, columns, dim]``: what :func:`fetch` does with them.
+
+    Args:
+        cache: any cache record.
+        columns: as the record's geometry names them (``cache.geometry.spans(queries)``).
+    """
+    raise _unknown("fetch_columns", cache)
+
+
+@singledispatch
+def attend_columns(
+    cache: Any,
+    queries: Queries,
+    columns: Any,
+    mask: Any = None,
+    *,
+    scale: float | None = None,
+    phase: str = "decode",
+    kernels: Mapping[str, Callable[..., Any]] | None = None,
+    sinks: Float[mx.array, "heads"] | None = None,
+) -> Any:
+    """Attention over given columns under a mask over them: :func:`attend`'s arithmetic.
+
+    The shapes of ``queries`` and ``mask`` are the caller's business; the rest is as in
+    :func:`attend`.
+
+    Args:
+        cache: any cache record.
+        queries: ``[batch, heads, L, head_dim]``.
+        columns: as the record's geometry names them.
+        mask: over these columns, as kernels take it (:mod:`kvfun.kernels`).
+        scale: as in :func:`attend`, like the rest.
+        phase: see there.
+        kernels: see there.
+        sinks: see there.
+    """
+    raise _unknown("attend_columns", cache)
 
 
 @singledispatch
@@ -129,6 +173,12 @@ def convert(cache: Any, spec: str | Codec) -> Any:
         CodecError: an unknown spec, or one that cannot store the head_dim.
     """
     raise _unknown("convert", cache)
+
+
+@singledispatch
+def with_reserve(cache: Any, tokens: int) -> Any:
+    """The cache that keeps, from the next append on, what a rollback of so many tokens needs."""
+    raise _unknown("with_reserve", cache)
 
 
 @singledispatch

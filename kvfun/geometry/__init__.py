@@ -5,21 +5,32 @@ function that turns the description of a mask into an array.
 """
 
 from ._geometry import Geometry, Plan, Relayout, Row, Write, concat_layout, stride
-from ._mask import Mask, MaskArray, mask_array
+from ._mask import Block, JoinedMask, Mask, MaskArray, for_kernel, mask_array, mask_block
 from ._policy import STEP, Policy, round_up
+from ._segments import Ageing, ChainPlan, Segments, body_part, check_sealable, front_part
 
 __all__ = [
     "STEP",
+    "Ageing",
+    "Block",
+    "ChainPlan",
     "Geometry",
+    "JoinedMask",
     "Mask",
     "MaskArray",
     "Plan",
     "Policy",
     "Relayout",
     "Row",
+    "Segments",
     "Write",
+    "body_part",
+    "check_sealable",
     "concat_layout",
+    "for_kernel",
+    "front_part",
     "mask_array",
+    "mask_block",
     "round_up",
     "stride",
 ]

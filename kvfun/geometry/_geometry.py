@@ -67,6 +67,14 @@ def _collapse(rows: Sequence[Row]) -> tuple[Row, ...]:
     return (rows[0],) if all(row == rows[0] for row in rows) else tuple(rows)
 
 
+def _further(rows: Sequence[Row], taken: Iterable[tuple[int, int]]) -> list[Row]:
+    """The rows after each took tokens ``[start, stop)`` of a block."""
+    return [
+        row._replace(offset=row.offset + stop - start)
+        for row, (start, stop) in zip(rows, taken, strict=True)
+    ]
+
+
 def stride(spans: Iterable[tuple[int, int]]) -> int:
     """How many columns the spans hold together."""
     return sum(stop - start for start, stop in spans)
@@ -185,61 +193,75 @@ class Geometry:
         row = _tuple(Row, (offset + length, shift, first))
         return column, Geometry(policy, capacity, (row,))
 
-    def advance(self, length: int) -> tuple[Plan, Geometry]:
+    def advance(
+        self, length: int, ranges: tuple[tuple[int, int], ...] | None = None
+    ) -> tuple[Plan, Geometry]:
         """The plan of appending a block of ``length`` tokens to every row, and what results.
 
         Bounded geometries compact when the block does not fit: what no query may ask for any more
         is dropped and the rows end at one column again. A block of no tokens only makes the first
         buffer, so that there is one whenever something was appended.
-        """
-        step = self.step(length)
-        if step is not None:
-            column, after = step
-            return Plan(None, (Write(None, 0, length, column),)), after
-        return _advanced(self, length)
 
-    def _advance(self, length: int) -> tuple[Plan, Geometry]:
+        Args:
+            length: tokens of the block.
+            ranges: the tokens ``[start, stop)`` of it that each row takes; all of them by default.
+        """
+        if ranges is None:
+            step = self.step(length)
+            if step is not None:
+                column, after = step
+                return Plan(None, (Write(None, 0, length, column),)), after
+        return _advanced(self, length, ranges)
+
+    def _advance(
+        self, length: int, ranges: tuple[tuple[int, int], ...] | None
+    ) -> tuple[Plan, Geometry]:
         limit = self.policy.limit
         if length == 0 and self.capacity:
             return Plan(None, ()), self
-        after = [row._replace(offset=row.offset + length) for row in self.rows]
+        rows = self.rows if ranges is None else self.expanded(len(ranges))
+        taken = ((0, length),) * len(rows) if ranges is None else ranges
+        after = _further(rows, taken)
         needed = max(1, *(self.end(row) for row in after))
-        if needed <= self.capacity and (limit is None or self.capacity <= limit):
-            return Plan(None, self._writes(length)), attrs.evolve(self, rows=_collapse(after))
-        if limit is None or (needed <= limit and self.capacity <= limit):
-            relayout, moved = self._grown(round_up(needed))
-        else:
-            relayout, moved = self._compacted(length)
-        after = [row._replace(offset=row.offset + length) for row in moved.rows]
-        result = Geometry(self.policy, moved.capacity, _collapse(after))
-        return Plan(relayout, moved._writes(length)), result
+        moved = Geometry(self.policy, self.capacity, rows)
+        relayout = None
+        if needed > self.capacity or (limit is not None and self.capacity > limit):
+            if limit is None or (needed <= limit and self.capacity <= limit):
+                relayout, moved = moved._grown(round_up(needed))
+            else:
+                relayout, moved = moved._compacted(taken)
+        result = Geometry(self.policy, moved.capacity, _collapse(_further(moved.rows, taken)))
+        return Plan(relayout, moved._writes(taken)), result
 
     def _grown(self, capacity: int) -> tuple[Relayout, Geometry]:
         relayout = Relayout.keeping(self.used, capacity)
         return relayout, Geometry(self.policy, capacity, self.rows)
 
-    def _compacted(self, length: int) -> tuple[Relayout, Geometry]:
-        """Drop what a write of ``length`` tokens lets go, and align the ends."""
+    def _compacted(self, taken: Sequence[tuple[int, int]]) -> tuple[Relayout, Geometry]:
+        """Drop what a write lets go, and align the ends."""
         policy = self.policy
         assert policy.limit is not None
         kept = [max(row.first, policy.kept(row.offset)) for row in self.rows]
         rows, spans = _aligned(policy, self.rows, kept)
-        total = max(self.end(row._replace(offset=row.offset + length)) for row in rows)
+        total = max(self.end(row) for row in _further(rows, taken))
         capacity = policy.limit if total <= policy.limit else round_up(total)
         sources = [None] if len(rows) == 1 else range(len(rows))
         relayout = Relayout(capacity, tuple(zip(sources, spans, strict=True)))
         return relayout, Geometry(policy, capacity, tuple(rows))
 
-    def _writes(self, length: int) -> tuple[Write, ...]:
-        if length == 0:
-            return ()
-        pieces = [self._pieces(row, length) for row in self.rows]
+    def _writes(self, taken: Sequence[tuple[int, int]]) -> tuple[Write, ...]:
+        pieces = [
+            [(start + a, start + b, column) for a, b, column in self._pieces(row, stop - start)]
+            for row, (start, stop) in zip(self.rows, taken, strict=True)
+        ]
         if all(piece == pieces[0] for piece in pieces):
             return tuple(Write(None, *piece) for piece in pieces[0])
         return tuple(Write(i, *piece) for i, row in enumerate(pieces) for piece in row)
 
     def _pieces(self, row: Row, length: int) -> list[tuple[int, int, int]]:
         """``(start, stop, column)`` of the runs of a block that are stored together."""
+        if length == 0:
+            return []
         offset, shift, _ = row
         stop = offset + length
         sinks = self.policy.sinks
@@ -322,7 +344,24 @@ class Geometry:
             last = max(row.first, self.policy.lowest(row.offset - 1))
             if self.lowest(row, queries) == last:
                 return "causal"
-        return MaskArray(queries, spans, self.rows, self.policy)
+        return self.describe(queries, spans)
+
+    def describe(
+        self, queries: int, spans: tuple[tuple[int, int], ...], within: int | None = None
+    ) -> MaskArray:
+        """The mask over the columns of ``spans`` as a description, whatever it comes to.
+
+        Args:
+            queries: the last so many tokens.
+            spans: the columns.
+            within: a window of the reader's own, which hides sinks too.
+        """
+        return MaskArray(queries, spans, self.rows, self.policy, within=within)
+
+    @staticmethod
+    def width(spans: Iterable[tuple[int, int]]) -> int:
+        """How many columns the spans hold together."""
+        return stride(spans)
 
     def _alike(self, queries: int) -> bool:
         """Whether every row sees the same columns, all of them filled."""
@@ -366,6 +405,11 @@ class Geometry:
             row._replace(offset=row.offset - count) for row, count in zip(rows, counts, strict=True)
         ]
         return attrs.evolve(self, rows=_collapse(after))
+
+    def earlier(self, tokens: int) -> Geometry:
+        """As it was before the last so many tokens, for reading; rows may not have had them."""
+        rows = [row._replace(offset=row.offset - tokens) for row in self.rows]
+        return Geometry(self.policy, self.capacity, tuple(rows))
 
     def taken(self, indices: Sequence[int], batch: int) -> tuple[Relayout | None, Geometry]:
         """Rows ``indices`` of the batch, in that order; ``None`` where columns stay put."""

@@ -93,4 +93,4 @@ class Policy:
             lowest.append(offset - self.window - first)
         if self.chunk is not None:
             lowest.append(offset - 1 - -(-first // self.chunk) * self.chunk)
-        return max(0, *lowest)
+        return max([0, *lowest])

@@ -14,13 +14,29 @@ and numpy (``kvfun[test]``), which nothing else in kvfun imports. In a test modu
         allowed = ("append", "rollback")
 
     TestMachine = Machine.TestCase
+
+A cache whose tokens are raw for a while says so in its recipe (``residual``, ``block``,
+``raw_sinks``), and is compared with tokens that are raw for as long; see :func:`chains`. One that
+can be sealed allows ``"seal"`` beside :data:`VERBS`.
 """
 
 from ._checks import attends, digest, holds, observe, same
-from ._history import Append, Convert, Handle, Join, Rollback, Take, Verb, World, refused, resolve
+from ._history import (
+    Append,
+    Convert,
+    Handle,
+    Join,
+    Rollback,
+    Seal,
+    Take,
+    Verb,
+    World,
+    refused,
+    resolve,
+)
 from ._laws import LAWS, Case, check_laws
 from ._machine import CacheMachine
-from ._oracle import BOUNDS, Reference, Visibility, attention_bound, dense_attention
+from ._oracle import BOUNDS, Reference, Schedule, Visibility, attention_bound, dense_attention
 from ._recipes import Recipe, Shape, bound, small_steps
 from ._strategies import (
     SPECS,
@@ -28,6 +44,7 @@ from ._strategies import (
     blocks,
     caches,
     cases,
+    chains,
     codecs,
     histories,
     layouts,
@@ -53,6 +70,8 @@ __all__ = [
     "Recipe",
     "Reference",
     "Rollback",
+    "Schedule",
+    "Seal",
     "Shape",
     "Take",
     "Verb",
@@ -64,6 +83,7 @@ __all__ = [
     "bound",
     "caches",
     "cases",
+    "chains",
     "check_laws",
     "codecs",
     "dense_attention",

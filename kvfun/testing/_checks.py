@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from .. import caches, tree
-from ..codecs import Codec, Plain
+from ..codecs import Codec, Microscaled, Plain, VectorCodec
 from ..geometry import mask_array
 from ._history import Handle
 from ._oracle import BOUNDS, Reference, attention_bound, dense_attention, to_numpy
@@ -95,6 +95,20 @@ def same(left: Any, right: Any, what: str, queries: int = 1) -> None:
         same_seen(observe(left, count), observe(right, count), what)
 
 
+def same_columns(left: Any, right: Any, what: str, queries: int = 1) -> None:
+    """Assert that two caches of one row fetch the same columns, under the same mask."""
+    (offset,) = caches.offsets(right)
+    for count in sorted({1, queries}):
+        ours, theirs = columns(left, count), columns(right, count)
+        for name, x, y in zip(("keys", "values"), ours, theirs, strict=False):
+            where = f"{what}: fetch(queries={count}) of one row: {name}"
+            assert x.shape == y.shape, f"{where} {x.shape}, those of one KV {y.shape}"
+            assert np.array_equal(_bits(x), _bits(y)), f"{where} differ from those of one KV"
+        first = max(0, count - offset)  # queries before it are padding and may see anything
+        alike = np.array_equal(ours[2][:, first:], theirs[2][:, first:])
+        assert alike, f"{what}: the mask of {count} queries differs from that of one KV"
+
+
 def holds(handle: Handle, what: str, queries: int = 1) -> None:
     """Assert that a cache shows the tokens it stands for, and only those."""
     cache, reference = handle.cache, handle.reference
@@ -137,6 +151,8 @@ def attends(
     assert out.shape[:3] == queries.shape[:3], f"{what}: {queries.shape} queries, {out.shape} out"
     result, count = to_numpy(out), queries.shape[2]
     assert np.array_equal(before, to_numpy(queries)), f"{what}: the queries were changed"
+    if handle.chained:  # a NaN of a row without tokens would spoil its next layer's keys and values
+        assert np.isfinite(result).all(), f"{what}: not finite in a query without a position"
     scale = float(queries.shape[3] ** -0.5) if scale is None else scale
     logits = None if sinks is None else to_numpy(sinks)
     dtype = coarsest(handle, queries)
@@ -158,14 +174,25 @@ def coarsest(handle: Handle, queries: mx.array) -> mx.Dtype:
     """The dtype whose roundings attention may make.
 
     The queries', and for a quantized side that of its scales: ``fetch`` rounds the decoded numbers
-    to it, a kernel that multiplies packed numbers does not.
+    to it, a kernel that multiplies packed numbers does not. A chain's ``fetch`` may show them in a
+    wider dtype than that, so there the scales' is asked of the tokens that came.
     """
     dtypes = [queries.dtype]
-    if handle.spec is not None:
-        codec, fetched = Codec.of(handle.spec), caches.fetch(handle.cache)
-        sides = zip((codec.keys, codec.values), fetched, strict=True)
-        dtypes += [x.dtype for side, x in sides if not isinstance(side, Plain)]
+    if handle.spec is None:
+        return queries.dtype
+    scales = handle.dtypes if handle.chained else [x.dtype for x in caches.fetch(handle.cache)]
+    for spec in handle.stored:
+        codec = Codec.of(spec)
+        sides = zip((codec.keys, codec.values), scales, strict=True)
+        dtypes += [dtype for side, dtype in sides if _rounds(side, dtype)]
     return max(dtypes, key=BOUNDS.__getitem__)
+
+
+def _rounds(codec: VectorCodec, dtype: mx.Dtype) -> bool:
+    """Whether ``fetch`` shows other numbers in ``dtype`` than the planes stand for."""
+    if isinstance(codec, Microscaled):
+        return dtype == mx.float16
+    return not isinstance(codec, Plain)
 
 
 def attends_masked(

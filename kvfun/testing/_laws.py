@@ -19,8 +19,9 @@ from ._checks import (
     holds,
     reachable_nbytes,
     same,
+    same_columns,
 )
-from ._history import Append, Handle, Rollback, Take, Verb, World, resolve
+from ._history import Append, Handle, Join, Rollback, Seal, Take, Verb, World, resolve
 from ._oracle import from_numpy
 from ._recipes import Recipe, Shape, bound, small_steps
 
@@ -101,9 +102,17 @@ def _together(world: World, left: Handle, right: Handle, verbs: Sequence[Verb], 
     """Assert that two caches stay alike through further verbs."""
     same(left.cache, right.cache, what)
     for step, verb in enumerate(verbs):
-        verb = resolve(verb, left.cache, right.cache)
+        verb = world.resolve(verb, left, right)
         left, right = world.exactly(left, verb), world.exactly(right, verb)
         same(left.cache, right.cache, f"{what}, and after {verb} (number {step} afterwards)")
+
+
+def _held(world: World, handle: Handle, verbs: Sequence[Verb], what: str) -> None:
+    """Assert that a cache shows the tokens it stands for through further verbs."""
+    for step, verb in enumerate(verbs):
+        verb = world.resolve(verb, handle)
+        handle = world.exactly(handle, verb)
+        holds(handle, f"{what}, and after {verb} (number {step} afterwards)")
 
 
 @_law
@@ -124,7 +133,10 @@ def append_is_associative(world: World, case: Case) -> None:
 
 @_law
 def rollback_undoes_append(world: World, case: Case) -> None:
-    """Law 2. ``rollback(append(c, x), len x)`` is ``c``, now and after anything done later."""
+    """Law 2. ``rollback(append(c, x), len x)`` is ``c``, now and after anything done later.
+
+    Tokens that were encoded because of ``x`` stay encoded: then it shows the tokens of ``c`` so.
+    """
     start = world.run(world.begin(), case.before)
     tokens = sum(case.blocks)
     longer = world.append(start, *_block(start, world, case.seed, tokens))
@@ -133,10 +145,12 @@ def rollback_undoes_append(world: World, case: Case) -> None:
     assert min(most) >= tokens, f"{what}: only {most} can be rolled back, right after the append"
     back = world.rollback(longer, (tokens,))
     holds(back, what)
-    if start.started:
+    if not start.started:
+        holds(world.run(back, [Append(3, case.seed + 1)]), f"{what}, append(3)", queries=3)
+    elif back.reference.encoded == start.reference.encoded:
         _together(world, back, start, case.later, what)
     else:
-        holds(world.run(back, [Append(3, case.seed + 1)]), f"{what}, append(3)", queries=3)
+        _held(world, back, case.later, what)
 
 
 @_law
@@ -150,7 +164,7 @@ def rollback_is_exact(world: World, case: Case) -> None:
     assert len(most) == handle.batch, f"max_rollback names {len(most)} of {handle.batch} rows"
     if not any(isinstance(verb, Rollback) for verb in case.before):
         for n, offset in zip(most, handle.reference.offsets, strict=True):
-            promised = min(offset, world.recipe.reserve)
+            promised = min(offset - handle.floor, world.recipe.reserve)
             assert n >= promised, f"at offset {offset}, {promised} are reserved, {n} can be undone"
     _refuses_rollback(handle, [n + 1 for n in most])
     assert digest(handle.cache) == before, "a refused rollback changed the cache"
@@ -206,7 +220,7 @@ def convert_encodes_once(world: World, case: Case) -> None:
     holds(after, what)
     again = world.convert(after, case.spec)
     same(again.cache, after.cache, f"{what}, twice")
-    if before.spec is not None:
+    if before.spec is not None and {*before.sealed} <= {before.spec}:
         stays = world.convert(before, before.spec)
         same(stays.cache, before.cache, f"convert({before.spec} to itself)")
     grown = world.append(after, *_block(after, world, case.seed, case.blocks[0]))
@@ -240,6 +254,8 @@ def rows_are_caches(world: World, case: Case) -> None:
             rows = [single.append(row, *part) for row, part in zip(rows, parts, strict=True)]
         elif isinstance(verb, Rollback):
             batch, rows = _rolled_back(single, batch, rows, verb)
+        elif isinstance(verb, Seal) and single.resolve(verb, *rows) == verb:
+            batch, rows = single.exactly(batch, verb), [single.exactly(row, verb) for row in rows]
         else:
             continue
         _alike(batch, rows, f"stack, after {verb}")
@@ -293,6 +309,57 @@ def forks_are_independent(world: World, case: Case) -> None:
         alone = world.run(world.run(world.begin(), case.before), way)
         same(branch.cache, alone.cache, f"the branch of {way} against a cache built alone")
     assert digest(trunk.cache) == before, "the trunk changed when its branches grew"
+
+
+@_law
+def chains_are_one_cache(world: World, case: Case) -> None:
+    """Law 6. A chain = the one ``KV`` it stands for, of its tokens as they are shown.
+
+    What is seen, offsets, size and dtype; for one row the very columns and mask. It can be rolled
+    back as far, where nothing is ever dropped, and by its last append anyway. Attention of one
+    query and of blocks, with sink logits, is that over the one KV. All that also beside a row that
+    is empty.
+    """
+    seals = any(isinstance(verb, Seal) for verb in (*case.before, *case.later))
+    if not world.recipe.ages and not seals:
+        return
+    handle = world.run(world.begin(), case.before)
+    beside = (Join((0,), case.seed), Append(1, case.seed))
+    for verb in (Append(max(1, case.blocks[0]), case.seed), *case.later, *beside):
+        handle = world.apply(handle, verb)
+        if handle.chained and max(handle.reference.offsets) > 0:
+            _is_one_cache(world, handle, case, f"a chain after {verb}")
+
+
+def _is_one_cache(world: World, handle: Handle, case: Case, what: str) -> None:
+    one, offsets = world.one(handle), handle.reference.offsets
+    queries = min(max(1, handle.block), max(offsets))
+    same(handle.cache, one, f"{what}, and one KV", queries)
+    if handle.batch == 1:
+        same_columns(handle.cache, one, what, queries)
+    if handle.reference.schedule.ages:
+        _promoted(handle, what)
+    bounded = world.recipe.window is not None or world.recipe.chunk is not None
+    for n, offset in zip(caches.max_rollback(handle.cache), offsets, strict=True):
+        most = max(0, offset - handle.floor)
+        least = min(most, handle.block) if bounded else most
+        assert least <= n <= most, f"{what}: {n} can be rolled back, not {least} to {most}"
+    heads = case.shape.kv_heads * case.group
+    asked = case.shape.queries(case.seed, handle.batch, heads, queries, case.query_dtype)
+    numbers = np.random.default_rng(case.seed).standard_normal(heads).astype(np.float32)
+    sinks = from_numpy(numbers).astype(case.query_dtype) if case.sinks else None
+    attends(handle, asked, what, sinks=sinks)
+    attends(handle, asked[:, :, -1:], what, phase="decode", sinks=sinks)
+
+
+def _promoted(handle: Handle, what: str) -> None:
+    """Assert that ``fetch`` has the promoted dtype of the raw and the decoded numbers."""
+    assert handle.spec is not None
+    raw = [mx.zeros((1, 1, 1, 128), dtype) for dtype in handle.dtypes]
+    decoded = caches.fetch(caches.append(caches.empty(handle.spec), *raw))
+    for x, y, shown in zip(raw, decoded, caches.fetch(handle.cache), strict=True):
+        expected = (x + y).dtype
+        assert shown.dtype == expected, f"{what}: fetched in {shown.dtype}, not {expected}"
 
 
 @_law

@@ -20,9 +20,20 @@ from hypothesis.stateful import (
 )
 
 from .. import caches
-from ..errors import RollbackError
+from ..errors import GeometryError, RollbackError
 from ._checks import attends, fetched_digest, holds
-from ._history import MAX_BATCH, Append, Convert, Handle, Rollback, Take, World, refused, resolve
+from ._history import (
+    MAX_BATCH,
+    Append,
+    Convert,
+    Handle,
+    Rollback,
+    Seal,
+    Take,
+    World,
+    refused,
+    resolve,
+)
 from ._recipes import Recipe, Shape, small_steps
 from ._strategies import VERBS, layouts, seeds, shapes, specs
 
@@ -44,8 +55,8 @@ class CacheMachine(RuleBasedStateMachine):
     """Many caches alive at once, each beside the list of tokens it stands for.
 
     The rules append, roll back, convert, fork, stack, unstack, take, concatenate, attend, drop
-    handles and make calls that must be refused. After every step, every live cache must still
-    show what it showed when it was made.
+    handles, seal (if that is allowed) and make calls that must be refused. After every step, every
+    live cache must still show what it showed when it was made.
 
     Subclass it for another record, and give pytest its ``TestCase``::
 
@@ -63,7 +74,7 @@ class CacheMachine(RuleBasedStateMachine):
     """Heads, dims and dtypes, one for all caches of a run."""
 
     allowed: ClassVar[Sequence[str]] = VERBS
-    """Which of ``append``, ``rollback``, ``convert``, ``take``, ``concat`` the cache has."""
+    """Which of ``append``, ``rollback``, ``convert``, ``take``, ``concat``, ``seal`` it has."""
 
     small: ClassVar[bool] = True
     """Whether buffers grow and compact in small steps."""
@@ -151,6 +162,19 @@ class CacheMachine(RuleBasedStateMachine):
         spec = data.draw(specs(shape.head_dim, shape.value_dim), label="spec")
         return self.hold(self.world.apply(held.handle, Convert(spec)), f"convert({spec})")
 
+    @precondition(lambda self: self._has("seal"))
+    @rule(target=handles, held=handles, data=st.data())
+    def seal(self, held: _Held, data: st.DataObject) -> Any:
+        """Freeze what there is; without its sinks, or in its padding, a cache refuses."""
+        handle, shape = held.handle, self.world.shape
+        own = st.one_of(st.none(), specs(shape.head_dim, shape.value_dim))
+        verb = Seal(data.draw(own, label="spec"))
+        if not handle.sealable:
+            error = refused(self.world.exactly, handle, verb)
+            assert isinstance(error, GeometryError), f"{error!r} is no GeometryError"
+            return self.nothing()
+        return self.hold(self.world.apply(handle, verb), f"{verb}")
+
     @precondition(lambda self: self._room())
     @rule(target=handles, held=handles)
     def fork(self, held: _Held) -> Any:
@@ -186,7 +210,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self._has("concat"))
     @rule(target=handles, parts=st.lists(handles, min_size=1, max_size=3))
     def concat(self, parts: list[_Held]) -> Any:
-        """Rows of several caches; those of another codec are refused."""
+        """Rows of several caches; those of another codec, or other segments, are refused."""
         return self._batched([held.handle for held in parts], caches.concat)
 
     @precondition(lambda self: self._has("concat"))
@@ -202,7 +226,7 @@ class CacheMachine(RuleBasedStateMachine):
     def _batched(self, handles: list[Handle], join: Callable[[list[Any]], Any]) -> Any:
         if sum(handle.batch for handle in handles) > MAX_BATCH:
             return self.nothing()
-        if len({handle.spec for handle in handles}) > 1:
+        if len({handle.codecs for handle in handles}) > 1:
             refused(join, [handle.cache for handle in handles])
             return self.nothing()
         return self.hold(self.world.concat(handles, join), f"{join.__name__} of {len(handles)}")
@@ -222,7 +246,10 @@ class CacheMachine(RuleBasedStateMachine):
     def attend(self, held: _Held, group: int, most: int, with_sinks: bool, seed: int) -> None:
         """Attention of the last tokens is that of the oracle; the cache is not changed by it."""
         handle, shape = held.handle, self.world.shape
-        if not handle.started or min(handle.reference.offsets) < 1:
+        fewest = (
+            max if handle.chained else min
+        )  # a row of a chain may be empty: finite all the same
+        if not handle.started or fewest(handle.reference.offsets) < 1:
             return
         count = min(most, max(1, handle.block), max(handle.reference.offsets))
         heads = shape.kv_heads * group

@@ -55,37 +55,152 @@ def _visible(rule: Visibility, query: int) -> tuple[int, ...]:
     return tuple(position for position in range(query + 1) if rule.sees(query, position))
 
 
+@attrs.frozen
+class Schedule:
+    """When a token is encoded: at once, or when ``residual`` tokens and a block are behind it.
+
+    Args:
+        residual: the last so many tokens at least are still raw; 0 encodes at once.
+        block: tokens that are encoded together.
+        first: positions before it stay raw for ever.
+
+    >>> rule = Schedule(residual=2, block=3)
+    >>> [rule.encoded(0, offset) for offset in (4, 5, 7, 8)]
+    [0, 3, 3, 6]
+    """
+
+    residual: int = 0
+    block: int = 64
+    first: int = 0
+
+    @property
+    def ages(self) -> bool:
+        """Whether some tokens are raw, for a while or for ever."""
+        return self.residual > 0 or self.first > 0
+
+    def parts(self, spec: str | None) -> tuple[str | None, ...]:
+        """The codecs of the parts of a row: the first tokens, the encoded ones, the newest."""
+        first: tuple[str | None, ...] = ("plain",) if self.first else ()
+        return (*first, spec, "plain") if self.residual else (*first, spec)
+
+    def encoded(self, before: int, offset: int) -> int:
+        """The position before which tokens are encoded, for a row that came to ``offset``."""
+        if not self.residual:
+            return max(offset, self.first)
+        while offset - before >= self.residual + self.block:
+            before += self.block
+        return before
+
+    def rolled_back(self, before: int, offset: int) -> int:
+        """The same for a row that was rolled back to ``offset``: no token is made raw again."""
+        return max(self.first, min(before, offset))
+
+
 @attrs.frozen(eq=False)
 class Tokens:
-    """The tokens of one row: decoded ``keys [heads, n, dim]`` and ``values``, padding to come."""
+    """The tokens of one row, both as the codec makes them and raw.
+
+    Args:
+        keys, values: ``[heads, n, dim]``, decoded.
+        raw_keys, raw_values: the same as they came.
+        padding: left padding still to come.
+        encoded: tokens before this position are encoded, but for those that stay raw for ever.
+        codecs: for each token the spec that ``keys`` and ``values`` were encoded by.
+        tail: the position where the live tail starts, behind the sealed segments.
+    """
 
     keys: np.ndarray
     values: np.ndarray
+    raw_keys: np.ndarray
+    raw_values: np.ndarray
     padding: int = 0
+    encoded: int = 0
+    codecs: tuple[str | None, ...] = ()
+    tail: int = 0
+
+    @classmethod
+    def none(cls, keys: np.ndarray, values: np.ndarray, padding: int, encoded: int) -> Tokens:
+        """No tokens yet, of the shape of these."""
+        keys, values = keys[:, :0], values[:, :0]
+        return cls(keys, values, keys, values, padding, encoded)
 
     @property
     def count(self) -> int:
         """How many tokens: the row's offset."""
         return self.keys.shape[1]
 
-    def then(self, keys: np.ndarray, values: np.ndarray) -> Tokens:
-        """With a block behind; the part of it that is padding is no token."""
-        skipped = min(self.padding, keys.shape[1])
+    @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """``keys``, ``values``, ``raw_keys`` and ``raw_values``."""
+        return self.keys, self.values, self.raw_keys, self.raw_values
+
+    def then(self, block: Sequence[np.ndarray], spec: str | None, rule: Schedule) -> Tokens:
+        """With a block behind, in the order of ``arrays``; what of it is padding is no token."""
+        tokens = block[0].shape[1]
+        skipped = min(self.padding, tokens)
+        longer = [
+            np.concatenate([old, new[:, skipped:]], axis=1)
+            for old, new in zip(self.arrays, block, strict=True)
+        ]
         return Tokens(
-            np.concatenate([self.keys, keys[:, skipped:]], axis=1),
-            np.concatenate([self.values, values[:, skipped:]], axis=1),
-            self.padding - skipped,
+            *longer,
+            padding=self.padding - skipped,
+            encoded=rule.encoded(self.encoded, longer[0].shape[1]),
+            codecs=self.codecs + (spec,) * (tokens - skipped),
+            tail=self.tail,
         )
 
-    def without(self, count: int) -> Tokens:
+    def without(self, count: int, rule: Schedule) -> Tokens:
         """Without the last ``count``."""
         stop = self.count - count
-        return attrs.evolve(self, keys=self.keys[:, :stop], values=self.values[:, :stop])
+        return Tokens(
+            *[x[:, :stop] for x in self.arrays],
+            padding=self.padding,
+            encoded=rule.rolled_back(self.encoded, stop),
+            codecs=self.codecs[:stop],
+            tail=min(self.tail, stop),
+        )
+
+    def is_encoded(self, rule: Schedule) -> np.ndarray:
+        """For each token whether it is shown as the codec makes it."""
+        position = np.arange(self.count)
+        return (rule.first <= position) & (position < self.encoded)
+
+    def shown(self, rule: Schedule) -> tuple[np.ndarray, np.ndarray]:
+        """Keys and values of all tokens as they are shown."""
+        encoded = self.is_encoded(rule)[None, :, None]
+        if encoded.all():
+            return self.keys, self.values
+        return (
+            np.where(encoded, self.keys, self.raw_keys),
+            np.where(encoded, self.values, self.raw_values),
+        )
+
+    def recoded(self, keys: np.ndarray, values: np.ndarray, kept: np.ndarray, spec: str) -> Tokens:
+        """Encoded by another codec; ``kept [2, n]`` tells whose keys and values are not touched."""
+        old = zip((self.keys, self.values), (keys, values), kept, strict=True)
+        keys, values = [np.where(keep[None, :, None], a, b) for a, b, keep in old]
+        return attrs.evolve(self, keys=keys, values=values, codecs=(spec,) * self.count)
+
+    def frozen(self, rule: Schedule) -> Tokens:
+        """All tokens in a sealed segment, shown as they are now for ever."""
+        keys, values = self.shown(rule)
+        codecs = [
+            codec if encoded else "plain"
+            for codec, encoded in zip(self.codecs, self.is_encoded(rule), strict=True)
+        ]
+        return Tokens(
+            *(keys, values, self.raw_keys, self.raw_values),
+            padding=self.padding,
+            encoded=self.count,
+            codecs=tuple(codecs),
+            tail=self.count,
+        )
 
 
 @attrs.frozen(eq=False)
 class Reference:
-    """What a cache stands for: the tokens of every row, and who sees whom.
+    """What a cache stands for: the tokens of every row, who sees whom, and when they are encoded.
 
     ``rows`` of ``None`` are those of a cache to which nothing was appended yet.
     """
@@ -93,6 +208,7 @@ class Reference:
     visibility: Visibility
     rows: tuple[Tokens | None, ...] = (None,)
     padding: tuple[int, ...] = ()
+    schedule: Schedule = Schedule()
 
     @property
     def offsets(self) -> tuple[int, ...]:
@@ -109,20 +225,47 @@ class Reference:
         seen = [self.visibility.visible(offset - 1) for offset in self.offsets]
         return max(len(positions) for positions in seen)
 
-    def append(self, keys: np.ndarray, values: np.ndarray) -> Reference:
-        """With a block ``[batch, heads, tokens, dim]`` behind every row."""
+    @property
+    def encoded(self) -> tuple[int, ...]:
+        """For each row the position before which its tokens are encoded."""
+        return tuple(self.schedule.first if row is None else row.encoded for row in self.rows)
+
+    def _none(self, keys: np.ndarray, values: np.ndarray, padding: int) -> Tokens:
+        return Tokens.none(keys, values, padding, self.schedule.first)
+
+    def append(
+        self,
+        keys: np.ndarray,
+        values: np.ndarray,
+        raw_keys: np.ndarray | None = None,
+        raw_values: np.ndarray | None = None,
+        spec: str | None = None,
+    ) -> Reference:
+        """With a block ``[batch, heads, tokens, dim]`` behind every row.
+
+        Args:
+            keys: what the codec makes of the block.
+            values: the same of the values.
+            raw_keys: the block as it came, which a row that does not age never shows.
+            raw_values: the same of the values.
+            spec: the codec.
+        """
+        raw_keys = keys if raw_keys is None else raw_keys
+        raw_values = values if raw_values is None else raw_values
         rows = self.rows if len(self.rows) == len(keys) else self.rows * len(keys)
         pads = self.padding or (0,) * len(rows)
+        blocks = zip(keys, values, raw_keys, raw_values, strict=True)
         after = []
-        for row, pad, k, v in zip(rows, pads, keys, values, strict=True):
-            row = Tokens(k[:, :0], v[:, :0], pad) if row is None else row
-            after.append(row.then(k, v))
-        return Reference(self.visibility, tuple(after))
+        for row, pad, block in zip(rows, pads, blocks, strict=True):
+            row = self._none(*block[:2], pad) if row is None else row
+            after.append(row.then(block, spec, self.schedule))
+        return attrs.evolve(self, rows=tuple(after), padding=())
 
     def rollback(self, counts: Sequence[int]) -> Reference:
         """Without the last ``counts[i]`` tokens of row ``i``."""
         rows = [
-            row if row is None else row.without(n) for row, n in zip(self.rows, counts, strict=True)
+            row if row is None else row.without(n, self.schedule)
+            for row, n in zip(self.rows, counts, strict=True)
         ]
         return attrs.evolve(self, rows=tuple(rows))
 
@@ -138,18 +281,29 @@ class Reference:
         pads = [pad for part in parts for pad in part.padding or (0,) * len(part.rows)]
         known = next((row for row in rows if row is not None), None)
         if known is None:
-            return Reference(self.visibility, tuple(rows), tuple(pads) if any(pads) else ())
+            padding = tuple(pads) if any(pads) else ()
+            return attrs.evolve(self, rows=tuple(rows), padding=padding)
         filled = [
-            Tokens(known.keys[:, :0], known.values[:, :0], pad) if row is None else row
+            self._none(known.keys, known.values, pad) if row is None else row
             for row, pad in zip(rows, pads, strict=True)
         ]
-        return Reference(self.visibility, tuple(filled))
+        return attrs.evolve(self, rows=tuple(filled), padding=())
+
+    def seal(self) -> Reference:
+        """All tokens stay for ever as they are shown now; later ones are encoded at once."""
+        rows = [row if row is None else row.frozen(self.schedule) for row in self.rows]
+        return attrs.evolve(self, rows=tuple(rows), schedule=Schedule())
+
+    def shown(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """The keys and values of all tokens of a row, as they are shown."""
+        tokens = self.rows[row]
+        assert tokens is not None
+        return tokens.shown(self.schedule)
 
     def seen(self, row: int, query: int) -> tuple[np.ndarray, np.ndarray]:
         """The keys and values that the token at position ``query`` of a row attends to."""
-        tokens, positions = self.rows[row], self.visibility.visible(query)
-        assert tokens is not None
-        return tokens.keys[:, positions], tokens.values[:, positions]
+        (keys, values), positions = self.shown(row), self.visibility.visible(query)
+        return keys[:, positions], values[:, positions]
 
 
 def dense_attention(

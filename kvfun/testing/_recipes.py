@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import singledispatch
 from typing import Any
@@ -13,23 +13,27 @@ import numpy as np
 
 from .. import caches
 from ..codecs import Codec
-from ..geometry import Policy, _geometry, _policy
-from ._oracle import Visibility, from_numpy
+from ..geometry import Policy, _geometry, _policy, _segments
+from ._oracle import Schedule, Visibility, from_numpy
 
 
 @attrs.frozen
 class Recipe:
     """How an empty cache is built: call it, and it builds one.
 
-    The author of another record gives ``make`` and says who sees whom; the other fields are those
-    of :func:`kvfun.empty`.
+    The author of another record gives ``make`` (or a subclass that overrides ``__call__``, where
+    it depends on the other fields) and says who sees whom; the other fields are those of
+    :func:`kvfun.empty`.
 
     Args:
         spec: what the codec is, as far as the cache has one; ``None`` where it is not known.
         window, sinks, chunk: the rule of visibility.
         reserve: what ``max_rollback`` promises after the window has filled.
         padding: left padding of the first block, one number a row.
-        make: builds the empty cache; by default a :class:`kvfun.KV`.
+        make: builds the empty cache; by default a :class:`kvfun.KV`, or a chain if it ages.
+        residual: the last so many tokens at least are raw, older ones encoded.
+        block: how many tokens are encoded together.
+        raw_sinks: the first so many tokens are raw for ever.
 
     >>> Recipe("kv4", window=8)().geometry.policy.window
     8
@@ -42,6 +46,9 @@ class Recipe:
     reserve: int = 0
     padding: tuple[int, ...] = ()
     make: Callable[[], Any] | None = None
+    residual: int = 0
+    block: int = 64
+    raw_sinks: int = 0
 
     def __call__(self) -> Any:
         """A new empty cache."""
@@ -55,12 +62,41 @@ class Recipe:
             chunk=self.chunk,
             reserve=self.reserve,
             left_padding=self.padding or None,
+            **self._aged(),
         )
+
+    def _aged(self) -> dict[str, Any]:
+        """The arguments of a chain, as far as they are set."""
+        if not self.ages:
+            return {}
+        numbers = {"residual": self.residual, "raw_sinks": self.raw_sinks}
+        given = {name: number for name, number in numbers.items() if number}
+        return {**given, "block": self.block} if self.residual else given
+
+    @property
+    def ages(self) -> bool:
+        """Whether tokens are raw at first, or the first tokens for ever."""
+        return self.residual > 0 or self.raw_sinks > 0
+
+    @property
+    def schedule(self) -> Schedule:
+        """When the oracle encodes: at once, if the recipe does not age."""
+        if not self.ages:
+            return Schedule()
+        return Schedule(self.residual, self.block, max(self.raw_sinks, self.sinks))
 
     @property
     def visibility(self) -> Visibility:
         """The rule the oracle follows."""
         return Visibility(self.window, self.sinks, self.chunk)
+
+    def seal(self, cache: Any, spec: str | None) -> Any:
+        """What :func:`kvfun.seal` makes of a cache; a record with one of its own overrides it."""
+        return caches.seal(cache, spec)
+
+    def plain(self, padding: tuple[int, ...] = ()) -> Recipe:
+        """A plain :class:`kvfun.KV` of the same visibility and reserve."""
+        return Recipe("plain", self.window, self.sinks, self.chunk, self.reserve, padding)
 
     def unpadded(self) -> Recipe:
         """The same without left padding."""
@@ -144,7 +180,8 @@ def small_steps(step: int = 8, slack: int = 8) -> Iterator[None]:
 
 def _set_steps(step: int, slack: int) -> None:
     _policy.STEP, _policy.SLACK = step, slack
-    for plan in vars(_geometry).values():  # remembered plans were made with the old steps
+    # Remembered plans were made with the old steps.
+    for plan in [*vars(_geometry).values(), *vars(_segments).values()]:
         if hasattr(plan, "cache_clear"):
             plan.cache_clear()
 
@@ -173,9 +210,61 @@ def _(cache: caches.KV, *, block: int, appended: int) -> int | None:
     if layout is None:
         return 0
     columns = _columns(cache.geometry.policy, block, appended)
-    vector = cache.codec.keys.vector_nbytes(layout.head_dim, layout.key_dtype)
-    vector += cache.codec.values.vector_nbytes(layout.value_dim, layout.value_dtype)
-    return layout.batch * layout.kv_heads * columns * vector + _calibration(cache.codec)
+    return _row_nbytes(layout, cache.codec) * columns + _calibration(cache.codec)
+
+
+def ageing_nbytes(
+    layout: caches.Layout,
+    codec: Codec,
+    policy: Policy,
+    schedule: Schedule,
+    *,
+    block: int,
+    appended: int,
+) -> int:
+    """The most bytes of a chain that ages: what is encoded, the raw tail, the raw first tokens.
+
+    The encoded part is bound as a :class:`kvfun.KV` to which at once goes what one append may
+    encode. The tail is raw before it is encoded, and a new block with it.
+    """
+    waiting = schedule.residual + schedule.block - 1 if schedule.residual else 0
+    tail = _policy.round_up(waiting + block) if schedule.residual else 0
+    raw = tail + _policy.round_up(schedule.first)
+    encoded = _columns(policy, waiting + block, appended)
+    held = _row_nbytes(layout, Codec.of("plain")) * raw + _row_nbytes(layout, codec) * encoded
+    return held + _calibration(codec)
+
+
+def sealed_nbytes(
+    layout: caches.Layout, codecs: Sequence[Codec], policy: Policy, *, appended: int
+) -> int:
+    """The most bytes of sealed segments and a tail: of all that was appended, and a step each.
+
+    A segment keeps what it held when it was sealed.
+    """
+    columns = _policy.round_up(policy.sinks + appended) + len(codecs) * _policy.STEP
+    widest = max(_row_nbytes(layout, codec) for codec in codecs)
+    return columns * widest + sum(map(_calibration, codecs))
+
+
+@bound.register
+def _(cache: caches.Chain, *, block: int, appended: int) -> int | None:
+    """Of an ageing chain :func:`ageing_nbytes`, of another :func:`sealed_nbytes`."""
+    layout, rule = cache.layout, cache.ageing
+    if layout is None:
+        return 0
+    if len(cache.segments) > bool(cache.front) + bool(rule):
+        codecs = [part.codec for part in cache.parts]
+        return sealed_nbytes(layout, codecs, cache.policy, appended=appended)
+    own = Schedule(rule.residual, rule.block, cache.front) if rule else Schedule(first=cache.front)
+    return ageing_nbytes(layout, cache.codec, cache.policy, own, block=block, appended=appended)
+
+
+def _row_nbytes(layout: caches.Layout, codec: Codec) -> int:
+    """Bytes of a column of all rows and heads."""
+    vectors = codec.keys.vector_nbytes(layout.head_dim, layout.key_dtype)
+    vectors += codec.values.vector_nbytes(layout.value_dim, layout.value_dtype)
+    return layout.batch * layout.kv_heads * vectors
 
 
 def _columns(policy: Policy, block: int, appended: int) -> int:

@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import attrs
 import mlx.core as mx
 from hypothesis import strategies as st
 
 from ..codecs import Codec
 from ..errors import CodecError
 from ..geometry import Policy
-from ._history import Append, Convert, Join, Rollback, Take, Verb, World
+from ._history import Append, Convert, Join, Rollback, Seal, Take, Verb, World
 from ._laws import Case
 from ._recipes import Recipe, Shape
 
 SPECS = (
     *("plain", "bf16", "f16", "f32", "kv8", "kv4", "kv4-g32", "kv3-g32", "kv5-g32", "kv6-g32"),
     *("kv2-g32", "k8v4", "k8v4-g32", "bf16+kv4-g32", "kv8-g32+f16", "kv4-pad", "kv3-pad"),
+    *("mxfp8", "mxfp4", "nvfp4", "mxfp8+mxfp4", "bf16+nvfp4", "nvfp4-pad+kv4-g32"),
 )
 """Specs of every family."""
 
@@ -25,6 +27,9 @@ DTYPES = (mx.float32, mx.bfloat16, mx.float16)
 
 VERBS = ("append", "rollback", "convert", "take", "concat")
 """The verbs histories are made of."""
+
+OPTIONAL = ("seal",)
+"""Verbs that histories have only where they are asked for."""
 
 
 def specs(head_dim: int, value_dim: int | None = None) -> st.SearchStrategy[str]:
@@ -91,6 +96,26 @@ def layouts(
 
 
 @st.composite
+def chains(
+    draw: st.DrawFn, spec: st.SearchStrategy[str] | None = None, *, padded: bool = True
+) -> Recipe:
+    """How an empty chain is built: as :func:`layouts`, and a residual, raw sinks, or both.
+
+    Args:
+        draw: given by Hypothesis.
+        spec: specs to choose from, by default those that store a head_dim of 32 and of 64.
+        padded: whether some have left padding.
+    """
+    kind = draw(st.sampled_from(("residual", "residual", "sinks", "both", "both")))
+    return attrs.evolve(
+        draw(layouts(spec, padded=padded)),
+        residual=0 if kind == "sinks" else draw(st.integers(1, 9)),
+        block=draw(st.integers(1, 8)),
+        raw_sinks=draw(st.integers(0 if kind == "both" else 1, 5)) if kind != "residual" else 0,
+    )
+
+
+@st.composite
 def shapes(draw: st.DrawFn) -> Shape:
     """Heads, dims and dtypes of keys and values; the two may differ."""
     dim = st.sampled_from((32, 32, 64))
@@ -140,12 +165,12 @@ def verbs(
     Args:
         draw: given by Hypothesis.
         spec: specs to convert to.
-        allowed: which of :data:`VERBS`.
+        allowed: which of :data:`VERBS`, and ``"seal"`` if wanted.
         large: whether some blocks cross a buffer's step of 256 columns.
     """
-    unknown = set(allowed) - set(VERBS)
+    unknown = set(allowed) - {*VERBS, *OPTIONAL}
     if unknown:
-        raise ValueError(f"histories are made of {VERBS}, not of {sorted(unknown)}")
+        raise ValueError(f"histories are made of {VERBS + OPTIONAL}, not of {sorted(unknown)}")
     kind = draw(st.sampled_from(("append", "append", "append", *allowed)))
     if kind == "append":
         return Append(draw(lengths(large)), draw(seeds()))
@@ -154,6 +179,8 @@ def verbs(
         return Rollback(tuple(draw(st.lists(amounts, min_size=1, max_size=3))))
     if kind == "convert":
         return Convert(draw(specs(32) if spec is None else spec))
+    if kind == "seal":
+        return Seal(draw(st.one_of(st.none(), specs(32) if spec is None else spec)))
     if kind == "take":
         return Take(draw(st.sampled_from(ROWS)))
     more = draw(st.sampled_from(((1,), (3,), (0,), (9,), (17,), (2, 5), (11, 1))))
@@ -199,7 +226,7 @@ def cases(
     Args:
         draw: given by Hypothesis.
         shape: heads, dims and dtypes.
-        allowed: the verbs of the histories, of :data:`VERBS`.
+        allowed: the verbs of the histories, of :data:`VERBS`, and ``"seal"`` if wanted.
         convertible: whether ``convert`` is tried.
     """
     small = draw(st.integers(0, 7)) < 7

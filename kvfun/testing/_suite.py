@@ -36,7 +36,7 @@ def law_suite(
             recipes.
         laws: which laws.
         data: the cases, by default :func:`cases`.
-        allowed: the verbs of the histories that the cache has, of :data:`VERBS`.
+        allowed: the verbs of the histories that the cache has, of :data:`VERBS`, and ``"seal"``.
         convertible: whether it has ``convert``.
 
     >>> import kvfun
