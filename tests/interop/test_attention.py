@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
+import weakref
 from typing import Any
 
 import mlx.core as mx
@@ -15,10 +17,10 @@ import mlx_lm.models.cache as mlx_lm_cache
 from mlx_lm.models import base
 
 import kvfun.caches
-from kvfun import planes
-from kvfun.errors import UnsupportedError
+from kvfun.codecs import Codec
+from kvfun.errors import SpecError, UnsupportedError
+from kvfun.interop.mlx_lm import KVFunCache, _handed, attention, make_prompt_cache
 from kvfun.interop.mlx_lm import _attention as module
-from kvfun.interop.mlx_lm import attention, make_prompt_cache
 from tests.interop import architectures as archs
 from tests.interop import oracle
 
@@ -34,13 +36,12 @@ STEPS = (13, 17, 1, 1, 9)
 def calls(monkeypatch):
     """The phases of a model's routed calls, each held to its decoded numbers."""
     phases: list[str] = []
-    attend = kvfun.caches.attend_columns
+    attend, fetch = kvfun.caches.attend_columns, kvfun.caches.fetch_columns
 
     def counted(cache, queries, spans, mask, *, scale, phase, sinks):
         phases.append(phase)
         out = attend(cache, queries, spans, mask, scale=scale, phase=phase, sinks=sinks)
-        read = planes.read(cache.keys, spans), planes.read(cache.values, spans)
-        decoded = [x.astype(queries.dtype) for x in kvfun.caches.decoded(cache, *read)]
+        decoded = [x.astype(queries.dtype) for x in fetch(cache, spans)]
         wanted = mx.fast.scaled_dot_product_attention(
             queries, *decoded, scale=scale, mask=mask, sinks=sinks
         )
@@ -74,9 +75,10 @@ def test_every_layer_is_routed(spec, calls):
     assert len(calls) == 5 * len(model.layers)
 
 
-def test_caches_made_within_run_without(calls):
-    """mlx-lm's quantized attention has no sinks, which a look from within would not show."""
-    model = oracle.model("gpt_oss")
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma4"])
+def test_caches_made_within_run_without(name, calls):
+    """mlx-lm's quantized attention has no sinks, and needs a cache: not to be seen from within."""
+    model = oracle.model(name)
     with attention(model):
         cache = make_prompt_cache(model, "kv8-g32")
         assert not calls
@@ -146,6 +148,233 @@ def test_attention_sinks_over_quantized_caches(name, calls):
                 part[key] = part[key] + 3.0
     with attention(other):
         assert oracle.spread(wanted, logits(other, "kv8-g32", tokens)) > 0.05
+
+
+# -- layers that share another's keys and values --------------------------------------------------
+
+BY_STATE = {"afm7", "gemma3n"} if oracle.OLD_PROTOCOL else set()
+"""Shared layers read ``cache.state`` there: what is stored, and never decoded."""
+
+SHARED = ["gemma3n", "gemma4", "gemma4_text", "afm7"]
+ENCODED = ["kv4-g32", "kv8-g32", "k8v4-g32", "mxfp8", "bf16+kv4-g32"]
+
+
+def known(spec: str) -> str:
+    try:
+        Codec.of(spec)
+    except SpecError:
+        pytest.skip(f"no codec {spec} yet")
+    return spec
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """Decoded columns that shells hand out are no numbers: whoever computes with them shows it."""
+    fetch = kvfun.caches.fetch_columns
+
+    def nothing(cache, columns):
+        return tuple(mx.full(x.shape, mx.nan, x.dtype) for x in fetch(cache, columns))
+
+    monkeypatch.setattr(kvfun.caches, "fetch_columns", nothing)
+
+
+@pytest.mark.parametrize("name", [name for name in SHARED if name not in BY_STATE])
+@pytest.mark.parametrize("spec", ["plain", *ENCODED])
+def test_shared_layers_are_routed_like_their_owners(name, spec, calls):
+    """In chunks that cross the windows, and token by token."""
+    model = oracle.model(name)
+    spec = known(spec)
+    cache = make_prompt_cache(model, spec)
+    assert len(cache) < len(model.layers)
+    wanted = oracle.logits(model, cache, PROMPT, *STEPS)
+    assert not calls
+    with attention(model):
+        got = logits(model, spec)
+    assert calls.count("window") == 3 * len(model.layers)
+    assert calls.count("decode") == 2 * len(model.layers)
+    assert oracle.spread(wanted, got) < (1e-3 if spec == "plain" else 0.2)
+
+
+@pytest.mark.parametrize("name", [name for name in SHARED if name not in BY_STATE])
+@pytest.mark.parametrize("spec", ["plain", *ENCODED])
+def test_shared_layers_read_encoded(name, spec, poisoned):
+    model, spec = oracle.model(name), known(spec)
+    with attention(model):
+        got = logits(model, spec)
+    assert mx.all(mx.isfinite(got)).item()
+    if not hasattr(make_prompt_cache(model, spec)[0], "bits"):
+        assert mx.any(mx.isnan(logits(model, spec))).item()
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_shared_layers_say_what_mlx_lm_says(name):
+    model = oracle.model(name)
+    with attention(model):
+        cache = make_prompt_cache(model, "plain")
+        assert tuple(archs.greedy(model, PROMPT, 24, cache)) == oracle.said(name)
+
+
+def two_layers(packed: bool = False, spec: str = "k8v4-g32", tokens: int = 20):
+    """A shell after its first block, what it handed out, and attention under :func:`attention`."""
+    cache = KVFunCache(kvfun.empty("kv8-g32" if packed else spec), packed)
+    keys = mx.random.normal((1, 2, tokens, 32), key=mx.random.key(1))
+    return cache, cache.update_and_fetch(keys, keys + 1)
+
+
+@pytest.fixture
+def attend():
+    with attention(oracle.model("llama")):
+        yield module_of(oracle.model("llama")).scaled_dot_product_attention
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("later", ["append", "trim", "state", "nothing"])
+def test_what_was_handed_out_stands_for_the_cache_as_it_was(packed, later, calls, attend):
+    cache, (keys, values) = two_layers(packed)
+    queries = mx.random.normal((1, 4, 20, 32), key=mx.random.key(2))
+    decoded = kvfun.fetch(cache.record, queries=20)
+    wanted = mx.fast.scaled_dot_product_attention(queries, *decoded, scale=0.3, mask="causal")
+    if later == "append":
+        for _ in range(3):
+            mx.eval(cache.update_and_fetch(*[mx.full((1, 2, 150, 32), 9.0)] * 2))
+    elif later == "trim":
+        cache.trim(5)
+        cache.update_and_fetch(*[mx.full((1, 2, 5, 32), 9.0)] * 2)
+    elif later == "state":
+        cache.__init__(kvfun.empty("bf16"))
+    for owner in (None, cache, KVFunCache(kvfun.empty("plain"))):
+        got = attend(queries, keys, values, cache=owner, scale=0.3, mask="causal")
+        assert mx.allclose(got, wanted, atol=1e-4).item()
+    assert len(calls) == 3
+
+
+def test_two_blocks_handed_out_are_told_apart(calls, attend):
+    cache, first = two_layers(tokens=7)
+    second = cache.update_and_fetch(*[mx.random.normal((1, 2, 7, 32), key=mx.random.key(5))] * 2)
+    queries = mx.random.normal((1, 4, 7, 32), key=mx.random.key(2))
+    for keys, values in (second, first, second):
+        got = attend(queries, keys, values, cache=None, scale=0.3)
+        wanted = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=0.3)
+        assert mx.allclose(got, wanted, atol=1e-4).item()
+    assert len(calls) == 3
+    wanted = mx.fast.scaled_dot_product_attention(queries, second[0][:, :, :7], first[1], scale=0.3)
+    got = attend(queries, second[0][:, :, :7], first[1], cache=None, scale=0.3)
+    assert mx.allclose(got, wanted, atol=1e-5).item()
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_changed_arrays_are_not_those_handed_out(packed):
+    cache, (keys, values) = two_layers(packed)
+    other, (keys_of_another, values_of_another) = two_layers(packed)
+    assert _handed.recall(keys, values).record is cache.record
+    assert _handed.recall(keys_of_another, values_of_another).record is other.record
+    pairs = [(values, keys), (keys, values_of_another), (keys_of_another, values), (keys, keys)]
+    pairs += [(None, None), ((), ()), (keys, None), (1, "2")]
+    if packed:
+        assert _handed.recall(list(keys), list(values)).record is cache.record
+        pairs += [(keys[0], values[0]), (keys[:2], values), (keys, (*values[:2], values[2] + 0))]
+        pairs += [((*keys[:1], keys[1] + 0, keys[2]), values), (keys[::-1], values)]
+    else:
+        pairs += [(keys + 0, values), (keys, values * 1), (keys[:, :, :], values)]
+        pairs += [
+            (keys, values[:, :, :]),
+            ((keys,), (values, values)),
+            (keys.swapaxes(0, 0), values),
+        ]
+    assert [_handed.recall(*pair) for pair in pairs] == [None] * len(pairs)
+
+
+def test_nothing_handed_out_is_remembered_once_it_is_gone():
+    gc.collect()
+    before = len(_handed._entries)
+    for name in ("gemma4", "llama"):
+        model = oracle.model(name)
+        cache = make_prompt_cache(model, "k8v4-g32")
+        with attention(model):
+            oracle.logits(model, cache, PROMPT, *STEPS)
+        gc.collect()
+        assert len(_handed._entries) == before, "the caches live, what they handed out does not"
+    held = [two_layers(packed) for packed in (True, False)]
+    assert len(_handed._entries) == before + 2
+    records = [weak(cache.record.keys[0]) for cache, _ in held]
+    handed = [out for _, out in held]
+    del held, cache
+    gc.collect()
+    assert all(ref() is not None for ref in records), "arrays that are held stand for their cache"
+    del handed
+    gc.collect()
+    assert len(_handed._entries) == before
+    assert all(ref() is None for ref in records)
+
+
+def weak(array: mx.array):
+    return weakref.ref(array)
+
+
+def test_no_array_is_kept_alive_by_the_others():
+    for kept in (0, 1):
+        _, handed = two_layers()
+        refs = [weak(array) for array in handed]
+        handed = handed[kept]
+        gc.collect()
+        assert [ref() is not None for ref in refs] == [kept == 0, kept == 1]
+
+
+@pytest.mark.parametrize("spec", ["f16", "kv8", "k8v4"])
+def test_a_shared_layer_leaves_the_next_append_in_place(spec, attend):
+    """What is remembered of a hand-out goes with it, and a step copies no buffer."""
+    cache = KVFunCache(kvfun.empty(spec))
+    block = mx.random.normal((1, 4, 8192 - 64, 128)).astype(mx.float16)
+    one = mx.random.normal((1, 4, 1, 128)).astype(mx.float16)
+    mx.eval(cache.update_and_fetch(block, block)[0][:, :, :1], cache.state, one)
+    size, peaks = cache.nbytes, []
+    for held in (False, False, True, False):
+        keys, values = cache.update_and_fetch(one, one)
+        out = attend(one, keys, values, cache=cache, scale=1.0)
+        out = out + attend(one + out, keys, values, cache=None, scale=1.0)
+        if not held:
+            del keys, values
+        mx.eval(out, cache.record.keys, cache.record.values)
+        gc.collect()
+        mx.synchronize()
+        mx.clear_cache()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        cache.update_and_fetch(one, one)
+        mx.eval(cache.record.keys, cache.record.values)
+        mx.synchronize()
+        peaks.append((mx.get_peak_memory() - before) / size)
+        keys = values = None
+    assert peaks.pop(2) > 0.9, "arrays that are held keep what they stand for"
+    assert max(peaks) < 0.1
+
+
+def test_arrays_are_told_apart_in_threads():
+    failures: list[str] = []
+
+    def hand_out_and_ask(number: int) -> None:
+        kept = []
+        for step in range(400):
+            keys, values = mx.array([number]), mx.array([step])
+            if _handed.recall(keys, values) is not None:
+                failures.append("something new was known")
+            _handed.remember(keys, values, _handed.Handed((number, step), (), 1))
+            kept = [*kept[-7:], (keys, values, (number, step))]
+            for one, other, wanted in kept:
+                if _handed.recall(one, other).record != wanted:
+                    failures.append("something else was known")
+
+    gc.collect()
+    before = len(_handed._entries)
+    threads = [threading.Thread(target=hand_out_and_ask, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    gc.collect()
+    assert not failures
+    assert len(_handed._entries) == before
 
 
 def test_other_caches_run_as_before(calls):

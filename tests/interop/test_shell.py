@@ -55,7 +55,7 @@ def same(x: Any, y: Any) -> bool:
 
 
 SPECS = [("plain", False), ("bf16", False), ("kv8", False), ("kv8", True), ("k8v4", False)]
-SPECS += [("bf16+kv3-g32", False), ("kv4-g128-pad", False)]
+SPECS += [("bf16+kv3-g32", False), ("kv4-g128-pad", False), ("mxfp8+nvfp4", False)]
 POLICIES = [{}, {"window": 12}, {"window": 12, "sinks": 4}, {"chunk": 16}]
 POLICIES += [{"window": 12, "reserve": 8}, {"window": 9, "sinks": 3, "reserve": 5}]
 
@@ -695,6 +695,17 @@ def test_a_mode_that_is_unknown_or_cannot_be_is_corrupt():
             back(header, mode, *planes)
 
 
+@pytest.mark.parametrize("spec", ["mxfp8", "mxfp4", "nvfp4", "kv8-pad", "k8v4", "bf16"])
+def test_only_one_affine_codec_is_handed_out_packed(spec):
+    """mlx-lm's quantized attention knows scales and biases, nothing else."""
+    record = filled(spec).record
+    assert not shell_module.can_be_packed(record)
+    header, planes = shell_module._state.dump(record)
+    assert tree.equal(back(header, "decoded", *planes).record, record)
+    with pytest.raises(CorruptError, match=f"{spec} planes cannot be handed out packed"):
+        back(header, "packed", *planes)
+
+
 def test_1_to_4_policies_survive_every_way(tmp_path):
     """Sinks and windows live through a copy, a file and a reserve."""
     cache = shell("kv4", packed=True, window=12, sinks=4)
@@ -712,7 +723,7 @@ def test_1_to_4_policies_survive_every_way(tmp_path):
 
 
 def test_22_live_bytes_are_those_of_the_codec():
-    for spec, bits in (("bf16", 16), ("kv8", 8.5), ("kv4", 4.5), ("kv4-g32", 5), ("k8v4", 6.5)):
+    for spec, bits in (("bf16", 16), ("kv8", 8.5), ("kv4", 4.5), ("kv4-g32", 5), ("mxfp8", 8.25)):
         cache = shell(spec)
         cache.update_and_fetch(*block(256, 0, mx.bfloat16))
         assert cache.nbytes == 256 * 2 * HEADS * DIM * bits / 8

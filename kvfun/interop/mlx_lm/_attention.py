@@ -13,7 +13,7 @@ import mlx.nn as nn
 
 from ... import caches as verbs
 from ...errors import UnsupportedError
-from ._shell import KVFunCache
+from ._handed import recall
 
 NAME = "scaled_dot_product_attention"
 
@@ -26,9 +26,12 @@ _routed: dict[ModuleType, tuple[Any, int]] = {}
 def attention(model: nn.Module) -> Iterator[None]:
     """Within the context the model's attention reads kvfun caches encoded, in any codec.
 
+    So do layers that are passed keys and values which a cache handed out to another layer, with its
+    cache or with none: they read the same value of that cache, whatever has happened to it since.
+
     Outside it mlx-lm's own attention runs on what the caches hand out: packed numbers where they
-    are affine, decoded ones otherwise. Attention over other caches, and over keys that a model
-    has changed after fetching them, runs as before.
+    are affine, decoded ones otherwise. Attention over other caches, over keys that a model has
+    changed after fetching them, and of other numbers of queries runs as before.
 
     Raises:
         UnsupportedError: no part of the model calls mlx-lm's attention function.
@@ -72,16 +75,15 @@ def _router(original):
     def scaled_dot_product_attention(
         queries, keys, values, cache, scale, mask=None, sinks=None, **more
     ):
-        length = queries.shape[2]
-        ours = isinstance(cache, KVFunCache) and cache.handed_out(keys, values)
-        if not ours or length != cache.block or more:
+        handed, length = recall(keys, values), queries.shape[2]
+        if handed is None or length != handed.queries or more:
             return original(
                 queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks, **more
             )
         return verbs.attend_columns(
-            cache.record,
+            handed.record,
             queries,
-            cache.columns(cache.record.geometry, length),
+            handed.columns,
             mask,
             scale=scale,
             phase="decode" if length == 1 else "window",

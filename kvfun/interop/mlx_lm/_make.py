@@ -9,7 +9,7 @@ import attrs
 import mlx.core as mx
 import mlx_lm.models.cache as mlx_lm_cache
 
-from ...caches import KV, empty
+from ...caches import KV, Chain, empty
 from ...codecs import Codec
 from ...errors import CodecError, UnsupportedError
 from ...kernels import FUSED, kernels_for, multiplies_packed
@@ -24,6 +24,9 @@ POSITIONS_FROM_ROWS = {
 QUERIES_TWICE = {"iquestloopcoder"}
 """Models, by module, that attend twice with the same queries: mlx-lm's quantized attention scales
 the queries it is given in place, so such a model may only be handed decoded columns."""
+
+BLOCK = 64
+"""Tokens encoded at once when they leave a residual window, if not said."""
 
 SINKS = 4
 """First tokens that stay when a full layer is limited, as many as mlx-lm keeps."""
@@ -66,6 +69,9 @@ def make_prompt_cache(
     *,
     sinks: int = SINKS,
     reserve: int = 0,
+    residual: int = 0,
+    block: int = BLOCK,
+    raw_sinks: int = 0,
 ) -> PromptCache:
     """A cache for every layer of an mlx-lm model, in the codec of ``spec``.
 
@@ -79,6 +85,9 @@ def make_prompt_cache(
             newest others. Narrower windows and chunks of the model's own stay.
         sinks: first tokens that stay visible under ``max_size``.
         reserve: tokens that a window can take back at any time, see :func:`kvfun.empty`.
+        residual: the newest tokens stay as they came, at least so many, see :func:`kvfun.empty`.
+        block: tokens encoded at once when they leave the residual.
+        raw_sinks: the first tokens stay as they came.
 
     Raises:
         UnsupportedError: a layer's cache cannot take the spec or the limit, or the model cannot
@@ -89,8 +98,10 @@ def make_prompt_cache(
         raise ValueError(f"max_size must be an integer above the {sinks} sinks, not {max_size!r}")
     modules = {type(part).__module__.rpartition(".")[2] for part in model.modules()}
     failure = _dropping(modules) if max_size is not None else None
-    packed = can_be_packed(empty(codec)) and multiplies_packed() and not modules & QUERIES_TWICE
-    first = _Recipe(codec, max_size, sinks, reserve, packed, index=codec)
+    raw: dict[str, Any] = {"residual": residual, "block": block, "raw_sinks": raw_sinks}
+    can = can_be_packed(empty(codec, **raw))
+    packed = can and multiplies_packed() and not modules & QUERIES_TWICE
+    first = _Recipe(codec, max_size, sinks, reserve, packed, codec, raw)
     for recipe in _tries(first) if failure is None else ():
         failure, exact = _probe(model, recipe)
         if failure is None:
@@ -131,6 +142,8 @@ class _Recipe:
     packed: bool
     index: Codec
     """Of the second and later caches of one layer, which index the first."""
+    raw: dict[str, Any]
+    """What stays as it came: ``residual``, ``block`` and ``raw_sinks``."""
     exact: bool = True
     shell: type[KVFunCache] = KVFunCache
 
@@ -172,12 +185,21 @@ def _shell(cache: Any, recipe: _Recipe, where: str) -> Any:
             f"{where}: kvfun has no cache for a {kind.__module__}.{kind.__name__}"
         )
     window, sinks, chunk = policy
-    record = empty(recipe.codec, window=window, sinks=sinks, chunk=chunk, reserve=recipe.reserve)
+    raw = {} if recipe.codec.spec == "plain" else recipe.raw  # plain numbers are as they came
+    numbers: dict[str, Any] = {
+        "window": window,
+        "sinks": sinks,
+        "chunk": chunk,
+        "reserve": recipe.reserve,
+    }
+    record = empty(recipe.codec, **numbers, **raw)
     return recipe.shell(record, recipe.packed, recipe.exact)
 
 
 class _Asked(KVFunCache):
     """A cache that notes for how many tokens the model asks for a mask."""
+
+    routed = False  # since the caches may be used outside :func:`attention` too
 
     def __init__(self, *args: Any):
         super().__init__(*args)
@@ -186,10 +208,6 @@ class _Asked(KVFunCache):
     def make_mask(self, N: int, *args: Any, **kwargs: Any):
         self.asked.add(N)
         return super().make_mask(N, *args, **kwargs)
-
-    def handed_out(self, keys: Any, values: Any) -> bool:
-        """Never routed, since the caches may be used outside :func:`attention` too."""
-        return False
 
 
 def _probe(model: Any, recipe: _Recipe) -> tuple[Exception | None, bool]:
@@ -230,12 +248,23 @@ def _reports(index: int, cache: Any) -> Iterator[LayerReport]:
         yield LayerReport(index, None, type(cache).__name__, "")
 
 
-def _kind(record: KV) -> str:
+def _kind(record: KV | Chain) -> str:
     policy = record.geometry.policy
     parts = [f"window {policy.window}"] if policy.window is not None else []
     parts += [f"chunk {policy.chunk}"] if policy.chunk is not None else []
     parts += [f"{policy.sinks} sinks"] if policy.sinks else []
-    return ", ".join(parts) or "full"
+    return ", ".join([*(parts or ["full"]), *_raw(record)])
+
+
+def _raw(record: KV | Chain) -> list[str]:
+    """What stays as it came."""
+    if not isinstance(record, Chain):
+        return []
+    residual = record.ageing.residual if record.ageing is not None else 0
+    return [
+        *([f"residual {residual}"] if residual else []),
+        *([f"{record.front} raw sinks"] if record.front else []),
+    ]
 
 
 def _read(cache: KVFunCache) -> str:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
-import attrs
 import mlx.core as mx
 import mlx_lm.models.cache as mlx_lm_cache
 
 from ... import caches as verbs
 from ... import planes as p
 from ... import tree
-from ...caches import KV
+from ...caches import KV, Chain
 from ...codecs import Affine
 from ...errors import CorruptError
-from ...geometry import Geometry, Mask, MaskArray, mask_array, stride
+from ...geometry import Geometry, Mask, Segments, mask_array
 from ...record import replace
 from . import _state
+from ._handed import Handed, remember
 
 OLD_PROTOCOL = hasattr(mlx_lm_cache._BaseCache, "meta_state")
 """Up to mlx-lm 0.32.0 a cache's state is arrays, and its scalars are strings beside them."""
@@ -42,12 +41,14 @@ class KVFunCache:
             mask of a single token too.
     """
 
-    def __init__(self, record: KV, packed: bool = False, exact: bool = True):
+    routed = True
+    """Whether attention may read encoded what is handed out, within :func:`attention`."""
+
+    def __init__(self, record: KV | Chain, packed: bool = False, exact: bool = True):
         self.record = record
         self.exact = exact
         self.block = 1
         """Tokens of the last append: what a model attends with right afterwards."""
-        self._handed: tuple = ()
         if packed:
             codec = record.codec.keys
             assert can_be_packed(record)
@@ -64,26 +65,19 @@ class KVFunCache:
 
     def keys_and_values(self):
         """What the last block's queries read: arrays, or triples of arrays where packed."""
-        record = self.record
-        spans = self.columns(record.geometry, self.block)
-        keys, values = p.read(record.keys, spans), p.read(record.values, spans)
+        record: Any = self.record
+        columns = self.columns(record.geometry, self.block)
         if not hasattr(self, "bits"):
-            keys, values = verbs.decoded(record, keys, values)
-            self._handed = (weakref.ref(keys), weakref.ref(values))
+            keys, values = verbs.fetch_columns(record, columns)
         else:
-            self._handed = (weakref.ref(keys[0]), weakref.ref(values[0]))
+            keys, values = p.read(record.keys, columns), p.read(record.values, columns)
+        if self.routed:
+            remember(keys, values, Handed(record, columns, self.block))
         return keys, values
 
-    def columns(self, geometry: Geometry, queries: int) -> tuple[tuple[int, int], ...]:
+    def columns(self, geometry: Geometry | Segments, queries: int) -> Any:
         """The columns that the last ``queries`` tokens are handed."""
         return geometry.spans(queries) if self.exact else geometry.cover(queries)
-
-    def handed_out(self, keys: Any, values: Any) -> bool:
-        """Whether these are what :meth:`keys_and_values` returned last, untouched."""
-        if not self._handed:
-            return False
-        first = (keys[0], values[0]) if isinstance(keys, (tuple, list)) else (keys, values)
-        return all(ref() is array for ref, array in zip(self._handed, first, strict=True))
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
         """The mask of the next ``N`` tokens over what :meth:`update_and_fetch` will return.
@@ -97,13 +91,10 @@ class KVFunCache:
         spans = self.columns(geometry, N)
         mask = geometry.mask(N, spans)
         if window_size is not None:
-            narrowed = _narrowed(geometry, mask, N, spans, window_size)
-            if isinstance(narrowed, mx.array):
-                return narrowed
-            mask = narrowed
+            mask = _narrowed(geometry, mask, N, spans, window_size)
         if mask is None or (mask == "causal" and not return_array):
             return mask
-        array = mask_array(mask, queries=N, columns=stride(spans))
+        array = mask_array(mask, queries=N, columns=geometry.width(spans))
         # deepseek_v32 wants four axes of a single token's mask; everybody takes them.
         return array[None, None] if N == 1 and array is not None and array.ndim == 2 else array
 
@@ -164,15 +155,12 @@ class KVFunCache:
         n = min(n, *(max(row.offset, 0) for row in geometry.rows))
         self.record = verbs.rollback(self.record, n)
         self.block = 1
-        self._handed = ()
         return n
 
     def keep_in_reserve(self, tokens: int) -> None:
         """From the next append on, keep what an exact :meth:`trim` of ``tokens`` needs."""
-        geometry = self.record.geometry
-        if geometry.policy.reserve < tokens:
-            policy = attrs.evolve(geometry.policy, reserve=tokens)
-            self.record = replace(self.record, geometry=attrs.evolve(geometry, policy=policy))
+        if self.record.geometry.policy.reserve < tokens:
+            self.record = verbs.with_reserve(self.record, tokens)
 
     # -- state ----------------------------------------------------------------------------------
 
@@ -185,9 +173,11 @@ class KVFunCache:
         """
         if OLD_PROTOCOL:
             planes = tuple(_state.dump(self.record, self.block)[1])
-            split = len(self.record.keys)
             if not planes:  # an empty list would leave no trace in a file
                 return [mx.zeros(0)]
+            if isinstance(self.record, Chain):
+                return list(planes)
+            split = len(self.record.keys)
             return [_plane(planes[:split]), _plane(planes[split:])]
         header, planes = _state.dump(self.record)
         return [header, self._mode(), *planes]
@@ -237,29 +227,43 @@ class KVFunCache:
     @property
     def keys(self):
         """The keys as stored, spare columns included: an array, or a tuple of planes."""
-        return _plane(self.record.keys)
+        return self._side("keys")
 
     @keys.setter
     def keys(self, planes) -> None:
-        self.record = replace(self.record, keys=_planes(planes))
+        self._replace_side("keys", planes)
 
     @property
     def values(self):
         """The values as stored, spare columns included: an array, or a tuple of planes."""
-        return _plane(self.record.values)
+        return self._side("values")
 
     @values.setter
     def values(self, planes) -> None:
-        self.record = replace(self.record, values=_planes(planes))
+        self._replace_side("values", planes)
+
+    def _side(self, name: str):
+        """The planes of one side, those of a chain's parts one after another."""
+        return _plane(tuple(x for part in _parts(self.record) for x in getattr(part, name)))
+
+    def _replace_side(self, name: str, planes) -> None:
+        planes, parts = list(_planes(planes)), []
+        for part in _parts(self.record):
+            count = len(getattr(part, name))
+            parts.append(replace(part, **{name: tuple(planes[:count])}))
+            del planes[:count]
+        record = self.record
+        self.record = record.with_parts(parts) if isinstance(record, Chain) else parts[0]
 
 
-def can_be_packed(record: KV) -> bool:
+def can_be_packed(record: KV | Chain) -> bool:
     """Whether mlx-lm's quantized attention can read the planes: one affine codec, unpadded."""
-    keys = record.codec.keys
-    return isinstance(keys, Affine) and not keys.pad and keys.spec == record.codec.values.spec
+    keys, values = record.codec.keys, record.codec.values
+    packed = isinstance(keys, Affine) and not keys.pad and keys.spec == values.spec
+    return packed and isinstance(record, KV)
 
 
-def restored(strings: Any, planes: list[mx.array]) -> tuple[KV, bool]:
+def restored(strings: Any, planes: list[mx.array]) -> tuple[KV | Chain, bool]:
     """The record that a description stands for, and whether it was handed out packed.
 
     Raises:
@@ -274,30 +278,19 @@ def restored(strings: Any, planes: list[mx.array]) -> tuple[KV, bool]:
 
 
 def _narrowed(
-    geometry: Geometry,
-    mask: Mask,
-    length: int,
-    spans: tuple[tuple[int, int], ...],
-    window: int,
-) -> Mask | mx.array:
+    geometry: Geometry | Segments, mask: Mask, length: int, spans: Any, window: int
+) -> Mask:
     """The mask under a window of the model's own, which hides sinks too."""
     policy, rows = geometry.policy, geometry.rows
     if not policy.sinks and policy.window is not None and policy.window <= window:
         return mask
     if all(row.offset <= window for row in rows):
         return mask  # nobody sees that far back yet
-    narrow = attrs.evolve(policy, window=min(window, policy.window or window))
-    described = MaskArray(length, spans, rows, narrow)
-    if not policy.sinks:
-        return described
-    # A sink's column is its position.
-    column = mx.arange(stride(spans))
-    offsets = mx.array([row.offset for row in rows]).reshape(-1, 1, 1, 1)
-    query = offsets - length + mx.arange(length)[:, None]
-    hidden = (column < policy.sinks) & (column <= query - window)
-    seen = mask_array(described)
-    assert seen is not None
-    return seen & ~(hidden[0, 0] if len(rows) == 1 else hidden)
+    return geometry.describe(length, spans, within=window)
+
+
+def _parts(record: KV | Chain) -> tuple[KV, ...]:
+    return record.parts if isinstance(record, Chain) else (record,)
 
 
 def _plane(planes):

@@ -1,4 +1,4 @@
-"""A KV record as a string and a list of arrays, and back: what mlx-lm saves of a cache."""
+"""A record as a string and a list of arrays, and back: what mlx-lm saves of a cache."""
 
 from __future__ import annotations
 
@@ -8,21 +8,41 @@ import attrs
 import mlx.core as mx
 
 from ... import planes as p
-from ...caches import KV, Layout
+from ...caches import KV, Chain, Layout
 from ...codecs import Codec
 from ...errors import CorruptError
-from ...geometry import Geometry, Policy, Relayout, Row, round_up
+from ...geometry import Ageing, Geometry, Policy, Relayout, Row, round_up
 
 VERSION = 1
 
 
-def dump(cache: KV, queries: int | None = None) -> tuple[str, list[mx.array]]:
+def dump(cache: KV | Chain, queries: int | None = None) -> tuple[str, list[mx.array]]:
     """The description of a cache as JSON, and its columns, keys' planes first.
 
     Args:
         cache: any cache.
         queries: only the columns that the last so many tokens see; all that are held if ``None``.
+            A chain's parts are always dumped whole.
     """
+    header, planes = _dump_chain(cache) if isinstance(cache, Chain) else _dump(cache, queries)
+    return json.dumps(header, separators=(",", ":")), planes
+
+
+def _dump_chain(chain: Chain) -> tuple[dict, list[mx.array]]:
+    parts = [_dump(part, None) for part in chain.parts]
+    header = {
+        "kvfun": VERSION,
+        "chain": [said for said, _ in parts],
+        "planes": [len(planes) for _, planes in parts],
+        "policy": attrs.asdict(chain.policy, filter=lambda field, _: field.init),
+        "front": chain.front,
+        "ageing": None if chain.ageing is None else attrs.asdict(chain.ageing),
+        "padding": chain.padding,
+    }
+    return header, [plane for _, planes in parts for plane in planes]
+
+
+def _dump(cache: KV, queries: int | None) -> tuple[dict, list[mx.array]]:
     geometry, layout = cache.geometry, cache.layout
     spans, rows = _held(geometry) if queries is None else _seen(geometry, queries)
     policy = geometry.policy
@@ -37,8 +57,7 @@ def dump(cache: KV, queries: int | None = None) -> tuple[str, list[mx.array]]:
         "layout": None if layout is None else _layout(layout),
         "keys": len(cache.keys),
     }
-    planes = list(p.read(cache.keys + cache.values, spans))
-    return json.dumps(header, separators=(",", ":")), planes
+    return header, list(p.read(cache.keys + cache.values, spans))
 
 
 Spans = tuple[tuple[int, int], ...]
@@ -73,7 +92,7 @@ def _name(dtype: mx.Dtype) -> str:
     return str(dtype).rpartition(".")[2]
 
 
-def load(header: str, planes: list[mx.array]) -> KV:
+def load(header: str, planes: list[mx.array]) -> KV | Chain:
     """The cache that :func:`dump` described.
 
     Raises:
@@ -86,6 +105,34 @@ def load(header: str, planes: list[mx.array]) -> KV:
         raise CorruptError(f"not the state of a kvfun cache: {header!r:.80}") from error
     if version != VERSION:
         raise CorruptError(f"the state has version {version!r}; this kvfun reads {VERSION}")
+    return _load_chain(said, planes) if "chain" in said else _load(said, planes)
+
+
+def _load_chain(said: dict, planes: list[mx.array]) -> Chain:
+    try:
+        counts, ageing = said["planes"], said["ageing"]
+        policy = Policy(**said["policy"])
+        ageing = None if ageing is None else Ageing(**ageing)
+        if sum(counts) != len(planes) or len(counts) != len(said["chain"]):
+            raise ValueError(f"{len(planes)} planes where {counts} were saved")
+        if len(counts) < 1 + bool(said["front"]) + (ageing is not None):
+            raise ValueError(f"only {len(counts)} parts")
+        for number in (said["front"], said["padding"]):
+            if type(number) is not int or number < 0:
+                raise TypeError(f"{number!r} is no number of tokens")
+        parts, done = [], 0
+        for part, count in zip(said["chain"], counts, strict=True):
+            parts.append(_load(part, planes[done : done + count]))
+            done += count
+    except CorruptError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CorruptError(f"the state of a kvfun chain is damaged: {error}") from error
+    *segments, tail = parts
+    return Chain(tuple(segments), tail, policy, said["front"], ageing, said["padding"])
+
+
+def _load(said: dict, planes: list[mx.array]) -> KV:
     try:
         geometry, codec, layout, split = _described(said)
         used = geometry.used
