@@ -166,9 +166,9 @@ def _written(
         tuple([p.lay_out(plane, gather) for plane in tail.values]),
     )
     parts[-2] = _put(parts[-2], past, after.parts[-2], layout, *old)
-    kept = [p.lay_out(plane, keep) for plane in tail.keys + tail.values]
-    planes, split = p.detach(tuple(kept)), len(tail.keys)
-    parts[-1] = replace(tail, keys=planes[:split], values=planes[split:], geometry=after.parts[-1])
+    # Fewer columns are kept than the new buffers have, so these are no views of the old ones.
+    keys, values = ([p.lay_out(x, keep) for x in side] for side in (tail.keys, tail.values))
+    parts[-1] = replace(tail, keys=tuple(keys), values=tuple(values), geometry=after.parts[-1])
     return parts
 
 
