@@ -9,24 +9,17 @@ means that kvfun is faster. Machines are shared and noisy: compare ratios, not m
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
-import statistics
-import time
-from collections.abc import Callable
-from importlib.metadata import version
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 
 import kvfun
+from bench import _timing
+from bench._timing import HEAD_DIM, HEADS, KV_HEADS, SCALE, Lap
 from kvfun import planes
 from kvfun.interop.mlx_lm import KVFunCache
-
-HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
-SCALE = HEAD_DIM**-0.5
 
 
 class Functional:
@@ -42,6 +35,10 @@ class Functional:
     def step(self, queries, keys, values):
         self.cache = kvfun.append(self.cache, keys, values)
         return kvfun.attend(self.cache, queries, scale=SCALE)
+
+    @property
+    def nbytes(self) -> int:
+        return kvfun.nbytes(self.cache)
 
 
 class Packed(Functional):
@@ -64,7 +61,13 @@ class MlxLm:
 
     def step(self, queries, keys, values):
         k, v = self.cache.update_and_fetch(keys, values)
+        # A handle of its own: the quantized attention scales the one it is given in place.
+        queries = queries[...]
         return scaled_dot_product_attention(queries, k, v, self.cache, SCALE, None)
+
+    @property
+    def nbytes(self) -> int:
+        return self.cache.nbytes
 
 
 def cases(size: int) -> dict[str, tuple[Callable, Callable]]:
@@ -91,56 +94,41 @@ def cases(size: int) -> dict[str, tuple[Callable, Callable]]:
 
 def fill(cache, size: int, dtype: mx.Dtype) -> None:
     """``size`` tokens, then enough single ones that a window has wrapped."""
-    block = mx.random.normal((1, KV_HEADS, size, HEAD_DIM)).astype(dtype)
+    block = _timing.normal(1, KV_HEADS, size, HEAD_DIM, dtype=dtype)
     mx.eval(cache.update(block, block))
     token = block[:, :, :1]
     for _ in range(3):
         mx.eval(cache.update(token, token))
 
 
-def measure(pair, size: int, dtype: mx.Dtype, steps: int) -> dict[str, list[float]]:
-    """Seconds of every step, kvfun and mlx-lm taking turns, who begins alternating."""
-    q, k = (mx.random.normal((1, h, 1, HEAD_DIM)).astype(dtype) for h in (HEADS, KV_HEADS))
-    mx.eval(q, k)
+def measure(pair, size: int, dtype: mx.Dtype, steps: int) -> tuple[dict[str, Lap], dict[str, Lap]]:
+    """The median laps of updates and of steps, kvfun's and mlx-lm's."""
+    q, k = (_timing.normal(1, heads, 1, HEAD_DIM, dtype=dtype) for heads in (HEADS, KV_HEADS))
     sides = {"kvfun": pair[0](), "mlx-lm": pair[1]()}
     for side in sides.values():
         fill(side, size, dtype)
-    times: dict[str, list[float]] = {}
-    order = list(sides)
-    for turn in range(steps):
-        for name in order if turn % 2 else reversed(order):
-            start = time.perf_counter()
-            out = sides[name].update(k, k)
-            built = time.perf_counter()
-            mx.eval(out)
-            done = time.perf_counter()
-            del out
-            times.setdefault(f"{name} host", []).append(built - start)
-            times.setdefault(f"{name} update", []).append(done - start)
-    for turn in range(max(8, steps // 4)):
-        for name in order if turn % 2 else reversed(order):
-            start = time.perf_counter()
-            mx.eval(sides[name].step(q, k, k))
-            times.setdefault(f"{name} step", []).append(time.perf_counter() - start)
-    return times
+    updates = {name: lambda side=side: side.update(k, k) for name, side in sides.items()}
+    attending = {name: lambda side=side: side.step(q, k, k) for name, side in sides.items()}
+    return _timing.race(updates, steps), _timing.race(attending, max(8, steps // 4))
 
 
-def run(sizes: list[int], steps: int, dtype: mx.Dtype) -> list[dict]:
+def run(sizes: Sequence[int], steps: int, dtype: mx.Dtype) -> list[dict]:
     """One row a case and size."""
     rows = []
     for size in sizes:
         for name, pair in cases(size).items():
-            times = measure(pair, size, dtype, steps)
+            updates, attending = measure(pair, size, dtype, steps)
             row: dict = {"case": name, "tokens": size}
-            for what in ("host", "update", "step"):
-                ours, theirs = (
-                    statistics.median(times[f"{who} {what}"]) for who in ("kvfun", "mlx-lm")
-                )
-                row[what] = {"kvfun_us": ours * 1e6, "mlx_lm_us": theirs * 1e6}
-                row[what]["ratio"] = ours / theirs
+            row["host"] = _compared(*[updates[who].host for who in ("kvfun", "mlx-lm")])
+            row["update"] = _compared(*[updates[who].total for who in ("kvfun", "mlx-lm")])
+            row["step"] = _compared(*[attending[who].total for who in ("kvfun", "mlx-lm")])
             rows.append(row)
             print(line(row), flush=True)
     return rows
+
+
+def _compared(ours: float, theirs: float) -> dict[str, float]:
+    return {"kvfun_us": ours * 1e6, "mlx_lm_us": theirs * 1e6, "ratio": ours / theirs}
 
 
 def line(row: dict) -> str:
@@ -153,24 +141,15 @@ def line(row: dict) -> str:
     return f"{row['case']:26} {row['tokens']:6}  " + "   ".join(parts)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", help="write the rows there")
-    parser.add_argument("--sizes", default="1024,8192,32768")
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = _timing.parser(__doc__)
+    parser.add_argument("--sizes", type=_timing.integers, default=[1024, 8192, 32768])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--dtype", default="bfloat16")
-    arguments = parser.parse_args()
-    sizes = [int(size) for size in arguments.sizes.split(",")]
-    rows = run(sizes, arguments.steps, getattr(mx, arguments.dtype))
-    if arguments.json:
-        machine = {
-            "python": platform.python_version(),
-            "machine": platform.machine(),
-            "device": str(mx.default_device()),
-            **{name: version(name) for name in ("mlx", "mlx-lm", "kvfun")},
-        }
-        with open(arguments.json, "w") as file:
-            json.dump({"machine": machine, "rows": rows}, file, indent=1)
+    chosen = parser.parse_args(arguments)
+    before = _timing.machine()
+    rows = run(chosen.sizes, chosen.steps, getattr(mx, chosen.dtype))
+    _timing.write(chosen.json, rows, before)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from kvfun.cli._packages import Report
 from kvfun.errors import KVFunError, UnsupportedError
 
 _PILOT = 0.04  # of the budget goes into finding out how fast the model reads
-DEFAULT_SPECS = "bf16,kv8,kv4"
+DEFAULT_SPECS = "bf16,kv8,kv4,kv4:residual=64:raw_sinks=4"
 
 app = typer.Typer(
     name="kvfun",
@@ -92,7 +92,11 @@ def version() -> None:
 @app.command()
 def compare(
     specs: Annotated[
-        str, typer.Option(help="Caches to compare: codec specs, mlx-lm, mlx-lm-kv4-g32, ...")
+        str,
+        typer.Option(
+            help="Caches to compare: codec specs, with options of the cache after colons "
+            "(kv4:residual=64:raw_sinks=4); mlx-lm, mlx-lm-kv4-g32, ..."
+        ),
     ] = DEFAULT_SPECS,
     reference: Annotated[
         str, typer.Option(help="The cache that the others are compared with.")
@@ -127,7 +131,12 @@ def compare(
         ),
     ] = None,
     decode: Annotated[int, typer.Option(min=1, help="Tokens decoded to measure the speed.")] = 16,
-    chunk: Annotated[int, typer.Option(min=1, help="Tokens fed at once.")] = 128,
+    chunk: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Tokens fed at once; with many, the first of them see few raw tokens."
+        ),
+    ] = 32,  # half a residual window of 64: a query sees 33 raw tokens or more, 64 in decoding
     budget: Annotated[
         float, typer.Option(min=1, help="Seconds to spend, where --tokens is not given.")
     ] = 240.0,
@@ -173,6 +182,7 @@ def compare(
             plan = _measure.Plan(tokens, 1, _measure.copied_tokens(tokens), decode, chunk)
         plan = _with(plan, passages=passages, copied=copied)
         _notes.print(plan_text(plan, len(rows)), highlight=False, soft_wrap=True)
+        _note_mostly_raw(rows, plan)
         results = _measured(loaded, rows, source, plan)
     title = f"{loaded.name}, {source.name}: {_counted_text(results)}"
     console = Console()
@@ -197,7 +207,11 @@ def compare(
 def generate(
     prompt: Annotated[str, typer.Argument(help="What the text answers or goes on from.")],
     kv: Annotated[
-        str, typer.Option(help="The cache: a codec spec, or mlx-lm, mlx-lm-kv4, ...")
+        str,
+        typer.Option(
+            help="The cache: a codec spec, with options after colons (kv4:residual=64:raw_sinks=4);"
+            " or mlx-lm, mlx-lm-kv4, ..."
+        ),
     ] = "bf16",
     model: ModelOption = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="The most tokens to generate.")] = 100,
@@ -317,6 +331,16 @@ def _note_unrouted(rows: Sequence[_rows.Row], loaded: _model.Loaded) -> None:
             f"{loaded.name} does not call mlx-lm's attention function, so kvfun cannot compute its "
             "attention: the model's own reads what kvfun's caches hand out"
         )
+
+
+def _note_mostly_raw(rows: Sequence[_rows.Row], plan: _measure.Plan) -> None:
+    """Says so where passages are too short to tell what encoded tokens do beside raw ones."""
+    for row in rows:
+        if 2 * row.raw > plan.length:
+            _note(
+                f"{row.label} keeps up to {row.raw} tokens raw, which is most of a passage of "
+                f"{plan.length}: more --tokens, or a larger --budget, tell more"
+            )
 
 
 def _note(text: str) -> None:

@@ -57,8 +57,7 @@ def table(results: Sequence[Result], title: str, *, wide: bool) -> Table:
     errors = wide and results[0].kl_error is not None
     shown = Table(
         title=title,
-        caption="peak: memory above the weights; KL, top-1: against the first row; "
-        "copy: NLL of a text's second copy",
+        caption=_legend(results),
         title_justify="left",
         caption_justify="left",
         box=box.SIMPLE_HEAD,
@@ -66,13 +65,27 @@ def table(results: Sequence[Result], title: str, *, wide: bool) -> Table:
         pad_edge=False,
         show_edge=False,
     )
-    shown.add_column("cache", no_wrap=True)
+    shown.add_column("cache")  # the one that gives way where the terminal is narrow
     for heading in _headings(errors=errors):
         shown.add_column(heading, justify="right", no_wrap=True)
     for number, result in enumerate(results):
         cells = _cells(result, reference=not number, errors=errors)
         shown.add_row(*cells, end_section=_ends_section(results, number))
     return shown
+
+
+def _legend(results: Sequence[Result]) -> str:
+    """What the headings mean, and the letters of the labels where there are any."""
+    legend = (
+        "peak: memory above the weights; KL, top-1: against the first row; "
+        "copy: NLL of a text's second copy"
+    )
+    if not any(result.row.raw for result in results):
+        return legend
+    return (
+        f"{legend}; r, s: so many newest, first tokens stay raw (cache MB holds them; bits and "
+        "bytes are an encoded token's, the price at long context)"
+    )
 
 
 def _headings(*, errors: bool) -> list[str]:
@@ -106,7 +119,9 @@ def _cells(result: Result, *, reference: bool, errors: bool) -> list[str]:
 
 
 def _digits(number: float, decimals: int) -> str:
-    return f"{number:.{decimals}f}" if number < 1000 else f"{number:.0f}"
+    """A number with fewer decimals where it is large: the column stays narrow."""
+    fewer = (number >= 100) + 2 * (number >= 1000)
+    return f"{number:.{max(decimals - fewer, 0)}f}"
 
 
 def document(results: Sequence[Result], about: dict[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from kvfun.cli import _specs
 from kvfun.errors import SpecError, UnsupportedError
 
 KVFUN = "kvfun"
@@ -53,7 +54,9 @@ class Row:
         attention: Makes the context in which the model must run: one in which kvfun computes
             its attention, for kvfun's caches and where `is_routed`.
         token_nbytes: The exact bytes that a token takes in a layer, metadata included, for
-            activations of a dtype.
+            activations of a dtype. Of an encoded token, where some stay raw: at long context
+            that is the price of all.
+        raw: The most tokens that stay raw.
     """
 
     spec: str
@@ -62,10 +65,11 @@ class Row:
     make_cache: Callable[[Any], list[Any]]
     attention: Callable[[Any], AbstractContextManager[Any]]
     token_nbytes: Callable[[Layer, mx.Dtype], float]
+    raw: int = 0
 
 
 def row(spec: str, *, window: int | None = None, sinks: int = 0) -> Row:
-    """The row that a spec names: ``kv4`` and the like, or ``mlx-lm``, ``mlx-lm-kv4-g32``, ...
+    """The row that a spec names: ``kv4:residual=64`` and the like, or ``mlx-lm``, ``mlx-lm-kv4``.
 
     Args:
         spec: The name.
@@ -93,7 +97,10 @@ def mlx_lm_row(spec: str) -> Row:
     """
     match = _MLX_LM_SPEC.fullmatch(spec)
     if match is None:
-        raise SpecError(f"{spec!r} names no cache of mlx-lm; use {', '.join(BASELINES)} or -gGROUP")
+        raise SpecError(
+            f"{spec!r} names no cache of mlx-lm; use {', '.join(BASELINES)} or -gGROUP, without "
+            "options"
+        )
     if match["bits"] is None:
         return Row(
             spec,
@@ -118,25 +125,31 @@ def mlx_lm_row(spec: str) -> Row:
 
 
 def kvfun_row(spec: str, *, window: int | None = None, sinks: int = 0) -> Row:
-    """A row of kvfun's caches, for any codec spec.
+    """A row of kvfun's caches: any codec spec, and options of the cache after colons.
 
     Raises:
-        SpecError: the string names no codec.
+        SpecError: the string names no codec, or an option is none.
     """
-    from kvfun.codecs import parse
-
-    codec = parse(spec)
+    cache = _specs.parse(spec)
 
     def token_nbytes(layer: Layer, dtype: mx.Dtype) -> float:
-        return codec.token_nbytes(layer.kv_heads, layer.key_dim, layer.value_dim, dtype)
+        return cache.codec.token_nbytes(layer.kv_heads, layer.key_dim, layer.value_dim, dtype)
 
     def make_cache(model: Any) -> list[Any]:
         from kvfun.interop.mlx_lm import make_prompt_cache
 
         visible = None if window is None else window + sinks
-        return make_prompt_cache(model, codec, visible, sinks=sinks)
+        return make_prompt_cache(model, cache.codec, visible, sinks=sinks, **cache.options)
 
-    return Row(codec.spec, f"kvfun {codec.spec}", KVFUN, make_cache, _attention, token_nbytes)
+    return Row(
+        cache.spec,
+        f"kvfun {cache.label}",
+        KVFUN,
+        make_cache,
+        _attention,
+        token_nbytes,
+        cache.raw,
+    )
 
 
 def is_routed(model: Any) -> bool:

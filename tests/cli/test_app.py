@@ -84,6 +84,9 @@ def test_compare_without_a_copy_test(invoke, tmp_path):
     [
         (["--specs", "kv99"], SpecError),
         (["--specs", "mlx-lm-kv7"], SpecError),
+        (["--specs", "bf16,kv4:residual=x"], SpecError),
+        (["--specs", "kv4:residul=64"], SpecError),
+        (["--reference", "mlx-lm:residual=64"], SpecError),
         (["--text", "/nowhere/text"], StorageError),
         (["--model", "/dev/null/model"], StorageError),
         (["--specs", "mlx-lm", "--reference", "mlx-lm", "--tokens", "100000"], StorageError),
@@ -162,6 +165,71 @@ def test_kvfun_beside_mlx_lm(invoke, tmp_path):
     assert rows["kv8"]["bytes_per_token"] == rows["mlx-lm-kv8"]["bytes_per_token"]
 
 
+RAW = "kv2,kv2:residual=16,kv2:residual=16:block=8:raw_sinks=4"
+
+
+def test_raw_tokens_are_rows_of_their_own(invoke, tmp_path):
+    """They are closer to the reference and hold more bytes; the long-context price is the same."""
+    arguments = ["--specs", RAW, "--chunk", 8, "--tokens", 96, "--copy", 0, "--no-mlx-lm"]
+    result = invoke(*arguments, "--json", tmp_path / "out.json")
+    assert result.exit_code == 0, result.output
+    assert "kvfun kv2 r16 b8" in result.output, "a long label wraps"
+    assert "…" not in result.output, "the table must fit 80 columns"
+    assert "so many newest, first tokens stay raw" in " ".join(result.output.split())
+    rows = {r["spec"]: r for r in json.loads((tmp_path / "out.json").read_text())["rows"]}
+    assert list(rows) == ["bf16", *RAW.split(",")]
+    _, kv2, residual, both = rows.values()
+    assert residual["kl"] < kv2["kl"]
+    assert both["kl"] < kv2["kl"]
+    for row in (residual, both):
+        assert row["bits_per_element"] == kv2["bits_per_element"]
+        assert row["bytes_per_token"] == kv2["bytes_per_token"]
+        assert row["cache_bytes"] > kv2["cache_bytes"]
+
+
+def test_the_legend_tells_of_raw_tokens_only_where_there_are_some(invoke):
+    result = invoke("--specs", "kv4", "--tokens", 32, "--copy", 0, "--no-mlx-lm")
+    assert result.exit_code == 0, result.output
+    assert "stay raw" not in result.output
+
+
+@pytest.mark.parametrize(("tokens", "notes"), [(32, 1), (64, 0)])
+def test_passages_that_stay_mostly_raw_are_noted(invoke, tokens, notes):
+    arguments = ["--specs", "kv4:residual=16:block=8:raw_sinks=2", "--tokens", tokens]
+    result = invoke(*arguments, "--copy", 0, "--no-mlx-lm")
+    assert result.exit_code == 0, result.output
+    noted = f"keeps up to 25 tokens raw, which is most of a passage of {tokens}"
+    assert result.stderr.count(noted) == notes
+
+
+def test_microscaled_rows(invoke, tmp_path):
+    specs = "kv8,mxfp8,mxfp4,nvfp4"
+    arguments = ["--specs", specs, "--tokens", 64, "--copy", 0, "--no-mlx-lm"]
+    result = invoke(*arguments, "--json", tmp_path / "out.json")
+    assert result.exit_code == 0, result.output
+    rows = {r["spec"]: r for r in json.loads((tmp_path / "out.json").read_text())["rows"]}
+    assert list(rows) == ["bf16", *specs.split(",")]
+    assert 0 < rows["kv8"]["kl"] < rows["mxfp8"]["kl"] < rows["mxfp4"]["kl"]
+    bits = {spec: rows[spec]["bits_per_element"] for spec in ("mxfp8", "mxfp4", "nvfp4")}
+    assert bits == {"mxfp8": 8.25, "mxfp4": 4.25, "nvfp4": 4.5}
+
+
+def test_equal_caches_are_one_row():
+    rows = _app.chosen_rows("kv4:raw_sinks=4:residual=8, kv4:block=32,kv4", "bf16", baselines=True)
+    specs = [row.spec for row in rows]
+    assert specs[:3] == ["bf16", "kv4:residual=8:raw_sinks=4", "kv4"]
+    assert specs[3:] == list(_app._rows.BASELINES)
+
+
+def test_the_default_rows_show_what_a_residual_window_is_worth(invoke):
+    result = invoke("--tokens", 64, "--chunk", 32)
+    assert result.exit_code == 0, result.output
+    assert re.findall(r"kvfun .* 5\.00", result.output) == [
+        "kvfun kv4         5.00",
+        "kvfun kv4 r64 s4  5.00",
+    ]
+
+
 @pytest.mark.parametrize(
     ("arguments", "stored"),
     [
@@ -174,6 +242,24 @@ def test_generate_with_kvfun(invoke, arguments, stored):
     result = invoke("Once upon", "--kv", "kv4", "--max-tokens", 20, *arguments, command="generate")
     assert result.exit_code == 0, result.output
     assert result.output.endswith(f"{stored}\n")
+
+
+def test_generate_with_raw_tokens(invoke):
+    arguments = ["--kv", "kv4:raw_sinks=2:residual=8:block=4", "--max-tokens", 20]
+    windowed = ["--window", 12, "--sinks", 3]
+    for more, stored in (
+        ([], "2 layers kv4 full, residual 8, 2 raw sinks"),
+        (windowed, "2 layers kv4 window 12, 3 sinks, residual 8, 3 raw sinks"),
+    ):
+        result = invoke("Once upon", *arguments, *more, command="generate")
+        assert result.exit_code == 0, result.output
+        assert result.output.endswith(f"{stored}\n")
+
+
+def test_generate_names_a_wrong_option(invoke):
+    result = invoke("x", "--kv", "kv4:residual", command="generate")
+    assert isinstance(result.exception, SpecError)
+    assert "'kv4:residual'" in str(result.exception)
 
 
 UNROUTED = "does not call mlx-lm's attention function"

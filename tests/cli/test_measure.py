@@ -150,6 +150,12 @@ def test_kvfun_rows_take_their_bits_from_the_codec():
     assert _measure.stored_bits(row, [layer], mx.float32) == 7.0
 
 
+def test_raw_tokens_do_not_change_the_price_at_long_context():
+    layer = _rows.Layer(3, 64, 64)
+    row = _rows.row("kv4:residual=64:raw_sinks=4")
+    assert _measure.stored_bits(row, [layer], mx.bfloat16) == 4.5
+
+
 def test_mlx_lm_quantizes_full_layers_only():
     shapes = [_rows.Layer(1, 64, 64), _rows.Layer(1, 64, 64, full=False)]
     assert _measure.stored_bits(_rows.row("mlx-lm-kv4"), shapes, mx.float16) == (4.5 + 16) / 2
