@@ -167,8 +167,8 @@ def _written(
     )
     parts[-2] = _put(parts[-2], past, after.parts[-2], layout, *old)
     # Fewer columns are kept than the new buffers have, so these are no views of the old ones.
-    keys, values = ([p.lay_out(x, keep) for x in side] for side in (tail.keys, tail.values))
-    parts[-1] = replace(tail, keys=tuple(keys), values=tuple(values), geometry=after.parts[-1])
+    kept = [tuple([p.lay_out(x, keep) for x in side]) for side in (tail.keys, tail.values)]
+    parts[-1] = replace(tail, keys=kept[0], values=kept[1], geometry=after.parts[-1])
     return parts
 
 
