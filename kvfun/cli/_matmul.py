@@ -15,6 +15,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from kvfun.cli import _threads
+
 _FEWEST_TOKENS = 8
 
 
@@ -52,7 +54,8 @@ def by_numpy(model: Any) -> Iterator[None]:
     for module in changed:
         module.__class__ = _BY_NUMPY[type(module)]
     try:
-        yield
+        with _threads.as_many_as_pay_off():
+            yield
     finally:
         for module in changed:
             module.__class__ = type(module).__base__

@@ -407,6 +407,40 @@ def test_several_tiles_are_read_by_the_fused_kernel_each(monkeypatch, small_tile
     assert read == [(5, 7), (5, 7), (5, 5), (1, 7), (1, 7), (1, 6)]
 
 
+@pytest.mark.parametrize("phase", ["window", "partial"])
+def test_a_fused_kernel_that_divides_by_nothing(phase, small_tiles, monkeypatch):
+    """Where a query sees nothing of a tile, MLX's kernel may yield NaN on some device."""
+    kernel = mx.fast.scaled_dot_product_attention
+
+    def divides(q, k, v, *, mask=None, **rest):
+        out = kernel(q, k, v, mask=mask, **rest)
+        if mask is None:
+            return out
+        return mx.where(mx.any(mask, axis=-1, keepdims=True), out, mx.nan)
+
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", divides)
+    case = Case("kv4", length=6, columns=20, mask="causal")
+    case.mask = mx.arange(20)[None] < 3 * mx.arange(1, 7)[:, None]
+    case.check(COMPOSED[phase])
+
+
+def test_fewer_columns_than_queries_are_not_left_to_the_fused_kernel(monkeypatch):
+    """What it makes of such a causal mask is nowhere said."""
+    masks = []
+    kernel = mx.fast.scaled_dot_product_attention
+
+    def recorded(*given, mask, **rest):
+        masks.append(mask)
+        return kernel(*given, mask=mask, **rest)
+
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", recorded)
+    for columns in (5, 6, 7):
+        case = Case("f32", length=6, columns=columns, mask="causal")
+        assert np.isfinite(np.array(case.run(FUSED["window"]))).all()
+    assert isinstance(masks[0], mx.array)
+    assert masks[1:] == ["causal", "causal"]
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_the_fused_set_is_bit_equal_to_mlx_where_the_device_computes_in_its_dtype(
     dtype, monkeypatch
