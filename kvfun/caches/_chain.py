@@ -9,7 +9,7 @@ import attrs
 import mlx.core as mx
 
 from .. import planes as p
-from ..codecs import Codec
+from ..codecs import Codec, calibrated, chosen, has_learnt, learns, learnt_from
 from ..errors import GeometryError, ShapeError
 from ..geometry import (
     Ageing,
@@ -154,6 +154,7 @@ def _written(
     parts = list(chain.parts)
     if plan.front is not None:
         front = _put(parts[0], plan.front, after.parts[0], layout, keys, values)
+        _learn(parts, front, chain.ageing is not None)
         parts[0] = _trimmed(front, chain.front)
     if plan.seal is None:
         parts[-1] = _put(parts[-1], plan.tail, after.parts[-1], layout, keys, values)
@@ -170,6 +171,36 @@ def _written(
     kept = [tuple([p.lay_out(x, keep) for x in side]) for side in (tail.keys, tail.values)]
     parts[-1] = replace(tail, keys=kept[0], values=kept[1], geometry=after.parts[-1])
     return parts
+
+
+def _learn(parts: list[KV], front: KV, ages: bool) -> None:
+    """What rows that have all of their raw first tokens by now tell the codec of the next part."""
+    index = -2 if ages else -1
+    if len(parts) == 2 + ages:
+        before = parts[0].geometry.expanded(_kv.filled(front, "append").batch)
+        codec = _learnt(parts[index].codec, front, [row.offset for row in before])
+        parts[index] = replace(parts[index], codec=codec)
+
+
+def _learnt(codec: Codec, front: KV, offsets: Sequence[int]) -> Codec:
+    """The codec with what raw first tokens tell it, of rows that did not have all of them before.
+
+    Args:
+        codec: of what comes after them.
+        front: the part of the first tokens.
+        offsets: how many of them each row had.
+    """
+    full = front.geometry.policy.sinks
+    start, stop = learnt_from(full)
+    batch = _kv.filled(front, "append").batch
+    now = [row.offset for row in front.geometry.expanded(batch)]
+    complete = [was < full <= row for was, row in zip(offsets, now, strict=True)]
+    if not learns(codec) or not any(complete):
+        return codec
+    keys, values = verbs.fetch_columns(front, ((start, stop),))
+    ones, positions = mx.ones((1, 1, stop - start, 1), mx.bool_), mx.arange(start, stop)
+    new = calibrated(codec, keys, values, ones, positions[None, None])
+    return new if all(complete) else chosen(new, codec, mx.array(complete))
 
 
 def _put(
@@ -361,6 +392,9 @@ def _with_reserve(chain: Chain, tokens: int) -> Chain:
 def _convert(chain: Chain, spec: str | Codec) -> Chain:
     """What stays as it came stays: the front, and with ageing the tail."""
     codec = Codec.of(spec)
+    if chain.front and chain.segments[0].layout is not None and not has_learnt(codec):
+        nothing = (0,) * _batch_size(chain)
+        codec = _learnt(codec, chain.segments[0], nothing)
     kept = {0} if chain.front else set()
     kept |= {len(chain.segments)} if chain.ageing is not None else set()
     return chain.with_parts(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..codecs import Codec
+from ..codecs import Codec, front_of
 from ..errors import GeometryError
 from ..geometry import Ageing, Geometry, Policy, body_part, front_part
 from ._chain import Chain
@@ -24,7 +24,7 @@ def empty(
     left_padding: Sequence[int] | None = None,
     residual: int = 0,
     block: int = BLOCK,
-    raw_sinks: int = 0,
+    raw_sinks: int | None = None,
 ) -> KV | Chain:
     """A cache that holds nothing yet; shapes and dtype come with the first append.
 
@@ -39,8 +39,9 @@ def empty(
             encoded once, in whole blocks, when there are ``residual + block`` (Liu et al., *KIVI*,
             2024).
         block: tokens encoded at once, and the most by which the residual is exceeded.
-        raw_sinks: keep the first positions as they came for ever. With ``residual`` or
-            ``raw_sinks`` attention sinks are among them.
+        raw_sinks: keep the first positions as they came for ever, by default as many as the codec
+            learns from (none, but for codecs that store keys less their mean or scales of 8
+            bits). With ``residual`` or ``raw_sinks`` attention sinks are among them.
 
     Returns:
         A :class:`KV`; a :class:`Chain` with ``residual`` or ``raw_sinks``.
@@ -51,12 +52,13 @@ def empty(
     >>> import kvfun
     >>> kvfun.empty("kv4", window=128, sinks=4).codec.spec
     'kv4'
-    >>> len(kvfun.empty("kv4", residual=64, raw_sinks=4).parts)
-    3
+    >>> len(kvfun.empty("kv4", residual=64, raw_sinks=4).parts), len(kvfun.empty("rot-k4v4").parts)
+    (3, 2)
     """
     policy = Policy(window, sinks, chunk, reserve)
     codec = Codec.of(spec)
     geometry = Geometry.empty(policy, left_padding)
+    raw_sinks = front_of(codec) if raw_sinks is None else raw_sinks
     for name, number in (("residual", residual), ("raw_sinks", raw_sinks)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 0:
             raise GeometryError(f"{name} must be an integer >= 0, not {number!r}")

@@ -9,7 +9,18 @@ import attrs
 import mlx.core as mx
 
 from .. import planes as p
-from ..codecs import Codec, Plain, VectorCodec
+from ..codecs import (
+    Codec,
+    Plain,
+    VectorCodec,
+    calibrated,
+    has_learnt,
+    joined,
+    learns,
+    learnt_from,
+    of_rows,
+    unlearnt,
+)
 from ..errors import CodecError, DTypeError, GeometryError, PhaseError, ShapeError
 from ..geometry import (
     Geometry,
@@ -92,10 +103,10 @@ def _append(cache: KV, keys: mx.array, values: mx.array) -> KV:
     if step is None:
         plan, geometry = geometry.advance(tokens)
         return written(cache, plan, geometry, layout, keys, values)
-    rows = geometry.rows
+    starts = (geometry.rows[0].offset,)
     column, geometry = step
-    new_keys = codec.keys.encode(keys, rows)
-    new = new_keys + codec.values.encode(values, rows)
+    new_keys = codec.keys.encode(keys, starts)
+    new = new_keys + codec.values.encode(values, starts)
     planes = p.write_at(cache.keys + cache.values, column, new)
     split = len(new_keys)
     return KV(planes[:split], planes[split:], codec, geometry, layout)
@@ -125,9 +136,9 @@ def written(
     values: mx.array,
 ) -> KV:
     """The cache after a plan of its geometry for a block."""
-    codec, rows = cache.codec, cache.geometry.rows
-    new_keys = codec.keys.encode(keys, rows)
-    new = new_keys + codec.values.encode(values, rows)
+    codec, starts = cache.codec, geometry.starts(plan, keys.shape[0])
+    new_keys = codec.keys.encode(keys, starts)
+    new = new_keys + codec.values.encode(values, starts)
     planes = p.write(cache.keys + cache.values, plan, new)
     split = len(new_keys)
     return KV(planes[:split], planes[split:], codec, geometry, layout)
@@ -197,7 +208,7 @@ def _same(layout: Layout, other: Layout) -> None:
 # -- reads ----------------------------------------------------------------------------------------
 
 
-def _filled(cache: KV, verb: str) -> Layout:
+def filled(cache: KV, verb: str) -> Layout:
     if cache.layout is None:
         raise ShapeError(f"{verb}: the cache is empty, so its shapes are not known yet")
     return cache.layout
@@ -229,7 +240,7 @@ def counted(queries: int, most: int, seen: int) -> int:
 
 @verbs.fetch.register(KV)
 def _fetch(cache: KV, *, queries: int = 1) -> tuple[mx.array, mx.array]:
-    layout = cache.layout or _filled(cache, "fetch")
+    layout = cache.layout or filled(cache, "fetch")
     if queries != 1:
         at_least_one(queries)
     spans = cache.geometry.spans(queries)
@@ -238,12 +249,37 @@ def _fetch(cache: KV, *, queries: int = 1) -> tuple[mx.array, mx.array]:
 
 @verbs.fetch_columns.register(KV)
 def _read(cache: KV, columns: Sequence[tuple[int, int]]) -> tuple[mx.array, mx.array]:
-    return decoded(cache, p.read(cache.keys, columns), p.read(cache.values, columns))
+    codec, keys = _keys_at(cache, columns)
+    return decoded(cache, keys, p.read(cache.values, columns), codec)
 
 
-def decoded(cache: KV, keys: Planes, values: Planes) -> tuple[mx.array, mx.array]:
+def _keys_at(cache: KV, columns: Sequence[tuple[int, int]]) -> tuple[Codec, Planes]:
+    """The keys' planes in columns, and the codec that reads them.
+
+    A codec that has to know positions gets them as one more plane, made for the read.
+    """
+    codec, keys = cache.codec, p.read(cache.keys, columns)
+    if not getattr(codec.keys, "positional", False):
+        return codec, keys
+    end = max(1, *[row.offset for row in cache.geometry.rows])
+    codec = replace(codec, keys=codec.keys.bound(end))  # pyright: ignore
+    return codec, (*keys, positions_of(cache.geometry, columns)[..., None])
+
+
+def positions_of(geometry: Geometry, columns: Sequence[tuple[int, int]]) -> mx.array:
+    """The positions that columns are for, ``int32 [batch or 1, 1, columns]``."""
+    rows = []
+    for runs in geometry.positions(columns):
+        parts = [mx.arange(run.start, run.stop, dtype=mx.int32) for run in runs]
+        rows.append(parts[0] if len(parts) == 1 else mx.concatenate(parts or [mx.zeros(0)]))
+    return mx.stack(rows)[:, None].astype(mx.int32)
+
+
+def decoded(
+    cache: KV, keys: Planes, values: Planes, codec: Codec | None = None
+) -> tuple[mx.array, mx.array]:
     """What planes read from a cache stand for, ``[batch, kv_heads, columns, dim]``."""
-    codec, layout = cache.codec, cache.layout
+    codec, layout = codec or cache.codec, cache.layout
     k, v = codec.keys.decode(keys), codec.values.decode(values)
     if layout is None:
         return k, v
@@ -258,6 +294,7 @@ def _as_fed(codec: VectorCodec, x: mx.array, dtype: mx.Dtype) -> mx.array:
 
 
 def fetch_nothing(codec: Codec, layout: Layout) -> tuple[mx.array, mx.array]:
+    codec = Codec(unlearnt(codec.keys), codec.values)
     keys, values = _one_zero(codec, layout)
     k = _cut(codec.keys.decode(keys), layout.head_dim)[:, :, :0]
     v = _cut(codec.values.decode(values), layout.value_dim)[:, :, :0]
@@ -272,7 +309,7 @@ def _cut(x: mx.array, dim: int) -> mx.array:
 def _attend(
     cache: KV, queries: mx.array, *, scale=None, phase="decode", kernels=None, sinks=None, mask=None
 ) -> mx.array | tuple[mx.array, mx.array]:
-    length = fitting(_filled(cache, "attend"), queries, phase)
+    length = fitting(filled(cache, "attend"), queries, phase)
     geometry = cache.geometry
     _counted(cache, length)
     options = {"scale": scale, "phase": phase, "kernels": kernels, "sinks": sinks}
@@ -309,19 +346,20 @@ def _attend_columns(
     kernels: Mapping[str, Callable[..., mx.array]] | None = None,
     sinks: mx.array | None = None,
 ) -> mx.array | tuple[mx.array, mx.array]:
-    layout, codec = _filled(cache, "attend"), cache.codec
+    layout, codec = filled(cache, "attend"), cache.codec
     width = codec.keys.width(layout.head_dim)
     scale = layout.head_dim**-0.5 if scale is None else scale
     if sinks is not None:
         check_sinks(sinks, queries.shape[1])
     if width != layout.head_dim:
         queries = mx.pad(queries, [(0, 0)] * 3 + [(0, width - layout.head_dim)])
+    codec, keys = _keys_at(cache, columns)
     kernels = kernels_for(codec, dtype=queries.dtype) if kernels is None else kernels
     plain = mask is None or isinstance(mask, str)
     kernel = kernel_of(kernels, phase if plain or phase != "window" else "masked_window")
     out = kernel(
         queries,
-        p.read(cache.keys, columns),
+        keys,
         p.read(cache.values, columns),
         codec,
         scale=scale,
@@ -440,32 +478,67 @@ def _with_reserve(cache: KV, tokens: int) -> KV:
 def _convert(cache: KV, spec: str | Codec) -> KV:
     new, old, layout = Codec.of(spec), cache.codec, cache.layout
     if layout is None:
-        return replace(cache, codec=new)
-    after = for_codec(layout, new)
-    return replace(
-        cache,
-        keys=_recoded(cache, cache.keys, old.keys, new.keys, layout.head_dim, layout.key_dtype),
-        values=_recoded(
-            cache, cache.values, old.values, new.values, layout.value_dim, layout.value_dtype
-        ),
-        codec=new,
-        layout=after,
-    )
-
-
-def _recoded(cache: KV, planes: Planes, old, new, dim: int, dtype: mx.Dtype) -> Planes:
-    if old.spec == new.spec:
-        return planes
-    geometry, used = cache.geometry, cache.geometry.used
+        return replace(cache, codec=_kept(old, new))
+    after, used = for_codec(layout, new), cache.geometry.used
     if not used:
-        layout = cache.layout
-        assert layout is not None
-        zero = mx.zeros((layout.batch, layout.kv_heads, 1, dim), dtype)
-        return p.zeros(new.encode(zero), layout.batch, geometry.capacity)
-    decoded = _cut(old.decode(p.read(planes, [(0, used)])), dim).astype(dtype)
-    relayout = Relayout.keeping(used, geometry.capacity)
-    encoded = new.encode(decoded, geometry.rows)
-    return tuple([p.lay_out(plane, relayout) for plane in encoded])
+        codec = _kept(old, new)
+        keys, values = [
+            planes if before is now else p.zeros(one, layout.batch, cache.geometry.capacity)
+            for planes, before, now, one in zip(
+                (cache.keys, cache.values),
+                (old.keys, old.values),
+                (codec.keys, codec.values),
+                _one_zero(codec, layout),
+                strict=True,
+            )
+        ]
+        return replace(cache, keys=keys, values=values, codec=codec, layout=after)
+    columns = ((0, used),)
+    keys, values = _read(cache, columns)
+    codec = _kept(old, learnt(new, cache, keys, values))
+    positions = positions_of(cache.geometry, columns)[:, 0]
+    relayout = Relayout.keeping(used, cache.geometry.capacity)
+    sides = [
+        planes
+        if before is now
+        else tuple([p.lay_out(plane, relayout) for plane in now.encode(x.astype(dtype), positions)])
+        for planes, before, now, x, dtype in (
+            (cache.keys, old.keys, codec.keys, keys, layout.key_dtype),
+            (cache.values, old.values, codec.values, values, layout.value_dtype),
+        )
+    ]
+    return replace(cache, keys=sides[0], values=sides[1], codec=codec, layout=after)
+
+
+def _kept(old: Codec, new: Codec) -> Codec:
+    """The new codec, but the old one of a side whose codec stays: what is encoded stays that."""
+    sides = [
+        have if have.spec == wanted.spec else wanted
+        for have, wanted in ((old.keys, new.keys), (old.values, new.values))
+    ]
+    return Codec(*sides)
+
+
+def learnt(codec: Codec, cache: KV, keys: mx.array, values: mx.array) -> Codec:
+    """The codec with what it learns from all that the last token sees but the very first tokens.
+
+    Args:
+        codec: what the tokens are to be encoded by.
+        cache: where they are.
+        keys: its first columns, decoded.
+        values: the same of the values.
+    """
+    if not learns(codec) or has_learnt(codec):
+        return codec
+    geometry, columns = cache.geometry, ((0, keys.shape[2]),)
+    positions = positions_of(geometry, columns)
+    column = mx.arange(keys.shape[2])
+    valid = []
+    for row in geometry.rows:
+        start, _ = learnt_from(row.offset)
+        low = max(geometry.lowest(row, 1), start) + row.shift
+        valid.append((column >= low) & (column < geometry.end(row)))
+    return calibrated(codec, keys, values, mx.stack(valid)[:, None, :, None], positions)
 
 
 # -- rows -----------------------------------------------------------------------------------------
@@ -494,9 +567,10 @@ def _size(cache: KV) -> int:
 def _take(cache: KV, rows: Sequence[int]) -> KV:
     batch = _batch_size(cache)
     rows = rows_of(rows, batch)
+    codec = of_rows(cache.codec, rows)
     if cache.layout is None:
         chosen = tuple(cache.geometry.expanded(batch)[row] for row in rows)
-        return replace(cache, geometry=attrs.evolve(cache.geometry, rows=chosen))
+        return replace(cache, codec=codec, geometry=attrs.evolve(cache.geometry, rows=chosen))
     relayout, geometry = cache.geometry.taken(rows, batch)
     if relayout is None:
         keys, values = p.gather(cache.keys, rows), p.gather(cache.values, rows)
@@ -504,7 +578,7 @@ def _take(cache: KV, rows: Sequence[int]) -> KV:
         keys = p.detach(tuple([p.lay_out(plane, relayout) for plane in cache.keys]))
         values = p.detach(tuple([p.lay_out(plane, relayout) for plane in cache.values]))
     layout = attrs.evolve(cache.layout, batch=len(rows))
-    return replace(cache, keys=keys, values=values, geometry=geometry, layout=layout)
+    return KV(keys, values, codec, geometry, layout)
 
 
 def rows_of(rows: Sequence[int], batch: int) -> list[int]:
@@ -531,9 +605,10 @@ def _join(*caches: KV) -> KV:
             )
     known = [cache for cache in caches if cache.layout is not None]
     batches = [_batch_size(cache) for cache in caches]
+    codec = joined([cache.codec for cache in caches], batches)
     if not known:
         rows = tuple(row for cache in caches for row in cache.geometry.rows)
-        return replace(first, geometry=attrs.evolve(first.geometry, rows=rows))
+        return replace(first, codec=codec, geometry=attrs.evolve(first.geometry, rows=rows))
     layout = known[0].layout
     assert layout is not None
     for cache in known[1:]:
@@ -544,7 +619,7 @@ def _join(*caches: KV) -> KV:
     return KV(
         p.join([_placed(c.keys, n, r, geometry, known[0].keys) for c, n, r in parts]),
         p.join([_placed(c.values, n, r, geometry, known[0].values) for c, n, r in parts]),
-        first.codec,
+        codec,
         geometry,
         attrs.evolve(layout, batch=sum(batches)),
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvfun.caches._empty import BLOCK
-from kvfun.codecs import Codec
+from kvfun.codecs import Codec, front_of
 from kvfun.codecs import parse as parse_codec
 from kvfun.errors import SpecError
 
@@ -44,13 +44,18 @@ class CacheSpec:
         codec: How keys and values are stored.
         residual: The newest tokens that stay as they came, at least so many.
         block: Tokens encoded at once when they leave the residual.
-        raw_sinks: The first tokens that stay as they came.
+        raw_sinks: The first tokens that stay as they came; by default what the codec learns from.
     """
 
     codec: Codec
     residual: int = OPTIONS["residual"].default
     block: int = OPTIONS["block"].default
     raw_sinks: int = OPTIONS["raw_sinks"].default
+
+    @property
+    def defaults(self) -> dict[str, int]:
+        """The options that are not stated."""
+        return _defaults(self.codec)
 
     @property
     def spec(self) -> str:
@@ -84,7 +89,14 @@ class CacheSpec:
         return self.raw_sinks + (self.residual and self.residual + self.block - 1)
 
     def _stated(self) -> list[tuple[str, int]]:
-        return [(name, n) for name, n in self.options.items() if n != OPTIONS[name].default]
+        return [(name, n) for name, n in self.options.items() if n != self.defaults[name]]
+
+
+def _defaults(codec: Codec) -> dict[str, int]:
+    """What :func:`kvfun.empty` does where nothing is said."""
+    return {name: option.default for name, option in OPTIONS.items()} | {
+        "raw_sinks": front_of(codec)
+    }
 
 
 def parse(text: str) -> CacheSpec:
@@ -110,7 +122,7 @@ def parse(text: str) -> CacheSpec:
         options = {}
     elif not options.get("residual"):
         options.pop("block", None)
-    return CacheSpec(codec, **options)
+    return CacheSpec(codec, **{**_defaults(codec), **options})
 
 
 def _options(text: str, written: Sequence[str]) -> dict[str, int]:

@@ -1,10 +1,28 @@
 """Codecs: pure ``encode`` and ``decode`` between vectors and planes, and their spec strings."""
 
 from ._affine import BITS, GROUP_SIZES, Affine
+from ._centred import Centred
+from ._learning import (
+    calibrated,
+    chosen,
+    front_of,
+    has_learnt,
+    joined,
+    learns,
+    learnt_arrays,
+    learnt_from,
+    of_rows,
+    unlearnt,
+    with_learnt,
+    with_rope,
+)
 from ._microscaled import MODES, Microscaled
 from ._pair import Codec, VectorCodec
 from ._plain import DTYPES, Plain
+from ._rope import Rope
+from ._rotated import Rotated
 from ._spec import format, parse
+from ._turbo import TurboKeys, TurboValues
 
 __all__ = [
     "BITS",
@@ -12,10 +30,27 @@ __all__ = [
     "GROUP_SIZES",
     "MODES",
     "Affine",
+    "Centred",
     "Codec",
     "Microscaled",
     "Plain",
+    "Rope",
+    "Rotated",
+    "TurboKeys",
+    "TurboValues",
     "VectorCodec",
+    "calibrated",
+    "chosen",
     "format",
+    "front_of",
+    "has_learnt",
+    "joined",
+    "learns",
+    "learnt_arrays",
+    "learnt_from",
+    "of_rows",
     "parse",
+    "unlearnt",
+    "with_learnt",
+    "with_rope",
 ]

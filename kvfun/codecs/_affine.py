@@ -13,6 +13,7 @@ from ..record import record, static
 
 BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)
+_LARGEST = 65504.0
 
 
 @record
@@ -20,9 +21,9 @@ class Affine:
     """``bits`` a number in groups of ``group_size`` along head_dim.
 
     Three planes: packed ``uint32 [..., width * bits / 32]``, scales and biases
-    ``[..., width / group_size]`` in the dtype of the vectors. Groups never cross a token, so any
-    cut along the token axis is byte-exact, and encoding many tokens at once equals encoding them
-    one by one.
+    ``[..., width / group_size]`` in the dtype of the vectors, or in float16. Groups never cross a
+    token, so any cut along the token axis is byte-exact, and encoding many tokens at once equals
+    encoding them one by one.
 
     A number is decoded as the nearest of its group's levels, half a step away at most. Zero is a
     level where the group has both signs, so the levels may end up to one step before the group's
@@ -33,6 +34,7 @@ class Affine:
         group_size: 32, 64 or 128.
         pad: store a head_dim that the group does not divide, filled up to the next multiple with
             copies of the last number (which leave its group's scale as it is).
+        half: store scales and biases in float16, whatever the dtype of the vectors.
 
     Raises:
         CodecError: other bits or group sizes.
@@ -44,6 +46,7 @@ class Affine:
     bits: int = static()
     group_size: int = static(default=64)
     pad: bool = static(default=False)
+    half: bool = static(default=False)
 
     def __attrs_post_init__(self) -> None:
         if type(self.bits) is not int or self.bits not in BITS:
@@ -60,7 +63,7 @@ class Affine:
     def options(self) -> str:
         """The part of the spec behind the bits."""
         group = "" if self.group_size == 64 else f"-g{self.group_size}"
-        return group + ("-pad" if self.pad else "")
+        return group + ("-pad" if self.pad else "") + ("-f16" if self.half else "")
 
     @property
     def spec(self) -> str:
@@ -89,20 +92,23 @@ class Affine:
         if extra:
             last = mx.broadcast_to(x[..., -1:], (*x.shape[:-1], extra))
             x = mx.concatenate([x, last], axis=-1)
+        if self.half:
+            x = mx.clip(x, -_LARGEST, _LARGEST).astype(mx.float16)
         return tuple(mx.quantize(x, **self.quantization))
 
     def decode(self, planes: Planes) -> mx.array:
         """The numbers the planes stand for, ``[batch, heads, tokens, width]``.
 
-        They are rounded once, to the dtype of the scales: sums of rounded products would be off
-        by what the largest number of the group is rounded by.
+        They are rounded once, to the dtype of the vectors: sums of rounded products would be off
+        by what the largest number of the group is rounded by. With ``half`` that dtype is not
+        known, and they are float32.
         """
         packed, scales, biases = planes
         exact = scales.astype(mx.float32), biases.astype(mx.float32)
         numbers = mx.dequantize(packed, *exact, **self.quantization)
-        return numbers.astype(scales.dtype)
+        return numbers if self.half else numbers.astype(scales.dtype)
 
     def vector_nbytes(self, head_dim: int, dtype: mx.Dtype) -> int:
         """Exact bytes of one vector of one head, scales and biases included."""
-        width = self.width(head_dim)
-        return width * self.bits // 8 + 2 * (width // self.group_size) * dtype.size
+        width, size = self.width(head_dim), mx.float16.size if self.half else dtype.size
+        return width * self.bits // 8 + 2 * (width // self.group_size) * size

@@ -30,7 +30,8 @@ class VectorCodec(Protocol):
     def encode(self, x: mx.array, positions: object = None) -> Planes:
         """``[batch, heads, tokens, head_dim]`` to planes that share axis 2.
 
-        ``positions`` are the tokens' absolute positions, for codecs that need them.
+        ``positions``, for codecs that need them: the absolute position of the first token, one
+        number a row or one for all, or an integer array of all, ``[batch or 1, tokens]``.
         """
         ...
 
@@ -52,7 +53,7 @@ class Codec:
     """How a cache stores keys and values.
 
     >>> Codec.of("k8v4"), Codec.of("k8v4").values
-    (Codec('k8v4'), Affine(bits=4, group_size=64, pad=False))
+    (Codec('k8v4'), Affine(bits=4, group_size=64, pad=False, half=False))
     """
 
     keys: VectorCodec

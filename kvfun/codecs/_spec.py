@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import re
 
-from ..errors import SpecError
+from ..errors import CodecError, SpecError
 from ._affine import Affine
+from ._centred import Centred
 from ._microscaled import MODES, Microscaled
 from ._pair import Codec, VectorCodec
 from ._plain import DTYPES, Plain
+from ._rotated import TRELLIS_BITS, Rotated
+from ._turbo import TurboKeys, TurboValues
 
 _NUMBER = "[1-9][0-9]{0,3}"
 _AFFINE = re.compile(
     rf"k(?:v(?P<kv>{_NUMBER})|(?P<k>{_NUMBER})v(?P<v>{_NUMBER}))(?:-g(?P<group>{_NUMBER}))?"
-    r"(?P<pad>-pad)?"
+    r"(?P<pad>-pad)?(?P<half>-f16)?(?P<centred>-c)?"
+)
+_ROTATED = re.compile(
+    rf"rot(?:(?P<one>{_NUMBER})|-k(?P<k>{_NUMBER})v(?P<v>{_NUMBER}))(?P<options>(?:-[a-z0-9]+?)*?)"
+    r"(?P<centred>-c)?"
+)
+_OPTIONS = re.compile(
+    rf"(?:-g(?P<group>{_NUMBER}))?(?P<trellis>-tcq)?(?P<log>-log)?(?:-s(?P<search>{_NUMBER}))?"
+    rf"(?:-(?P<fit>ls|norm|rms))?(?:-seed(?P<seed>{_NUMBER}))?"
 )
 _MICROSCALED = re.compile(rf"(?P<mode>{'|'.join(MODES)})(?P<pad>-pad)?")
+_TURBO = re.compile(rf"turbo-(?=.)(?:k(?P<keys>{_NUMBER}))?(?:v(?P<values>{_NUMBER}))?")
 
 
 def parse(spec: str) -> Codec:
@@ -28,9 +40,19 @@ def parse(spec: str) -> Codec:
     ``kv4-g32``        groups of 32 (32, 64, 128)
     ``kv4-g32-pad``    head_dim filled up to a multiple of the group
     ``k8v4``           keys in 8 bits, values in 4
+    ``kv8-f16``        scales and biases in float16, whatever the numbers come in
+    ``rot-k4v4``       rotated, in the codebook of normal numbers (bits 2 to 5, 8 for affine);
+                       keys less their mean
+    ``rot-k3v3-g32``   one scale for 32 numbers (a multiple of 16) instead of one a vector
+    ``rot-k3v3-tcq``   codes chosen together, on a trellis (2 and 3 bits)
+    ``rot-k4v4-log``   scales of 8 bits; further ``-s1`` ``-s5`` (scales tried), ``-ls`` ``-norm``
+                       ``-rms`` (how they are fitted), ``-seed7``
+    ``rot4 rot4-c``    one side of these: as it is, or less its mean (``kv8-c``, too)
     ``mxfp8 mxfp4``    microscaled, groups of 32 (``mxfp8-pad``: head_dim filled up)
     ``nvfp4``          microscaled, groups of 16 (``nvfp4-pad``)
+    ``turbo-k8v3``     vllm-metal's TurboQuant: keys in 2, 4, 5 or 8 bits, values in 2 to 5 or 8
     ``bf16+kv4``       keys by the first spec, values by the second
+    ``bf16+turbo-v3``  the same with TurboQuant on one side (``turbo-k8+kv4``)
     =================  ==========================================================================
 
     Raises:
@@ -43,11 +65,13 @@ def parse(spec: str) -> Codec:
         raise SpecError(f"a codec spec is a string such as 'bf16' or 'kv4', not {spec!r}")
     keys, plus, values = spec.partition("+")
     if plus:
-        return Codec(_side(keys, spec), _side(values, spec))
+        return Codec(_side(keys, "keys", spec), _side(values, "values", spec))
     return _uniform(spec, spec)
 
 
-def _side(part: str, spec: str) -> VectorCodec:
+def _side(part: str, side: str, spec: str) -> VectorCodec:
+    if (match := _TURBO.fullmatch(part)) and [*(turbo := _turbo(match, spec))] == [side]:
+        return turbo[side]
     codec = _uniform(part, spec)
     if format(codec) != codec.keys.spec:
         raise SpecError(f"{spec!r}: {part!r} already names two codecs")
@@ -62,19 +86,79 @@ def _uniform(spec: str, whole: str) -> Codec:
     if match := _MICROSCALED.fullmatch(spec):
         microscaled = Microscaled(match["mode"], bool(match["pad"]))
         return Codec(microscaled, microscaled)
+    if match := _ROTATED.fullmatch(spec):
+        return _rotated(match, whole)
+    if match := _TURBO.fullmatch(spec):
+        turbo = _turbo(match, whole)
+        if len(turbo) == 1:
+            (side,) = turbo
+            raise SpecError(
+                f"{whole!r}: {spec!r} is for {side} only; turbo-k<bits>v<bits> names both "
+                "sides, turbo-k<bits>+<values> and <keys>+turbo-v<bits> one"
+            )
+        return Codec(**turbo)
     match = _AFFINE.fullmatch(spec)
     if match is None:
         raise SpecError(
             f"unknown codec spec {whole!r}; known are plain, {', '.join(DTYPES)}, kv<bits>, "
             f"k<bits>v<bits>, each kv spec with -g<group size> and -pad, {', '.join(MODES)}, each "
-            "with -pad, and <keys>+<values>"
+            "with -pad, turbo-k<bits>v<bits>, and <keys>+<values>"
         )
-    group, pad = int(match["group"] or 64), bool(match["pad"])
+    group, options = int(match["group"] or 64), (bool(match["pad"]), bool(match["half"]))
     key_bits, value_bits = (match["kv"], match["kv"]) if match["kv"] else (match["k"], match["v"])
     try:
-        return Codec(Affine(int(key_bits), group, pad), Affine(int(value_bits), group, pad))
+        sides = [Affine(int(bits), group, *options) for bits in (key_bits, value_bits)]
     except ValueError as error:
         raise SpecError(f"{whole!r}: {error}") from error
+    return Codec(*[Centred(side) if match["centred"] else side for side in sides])
+
+
+def _turbo(match: re.Match[str], whole: str) -> dict[str, VectorCodec]:
+    """The codecs of TurboQuant by the side they are for: one or both."""
+    sides = {"keys": TurboKeys, "values": TurboValues}
+    try:
+        return {side: of(int(match[side])) for side, of in sides.items() if match[side]}
+    except CodecError as error:
+        raise SpecError(f"{whole!r}: {error}") from error
+
+
+def _rotated(match: re.Match[str], whole: str) -> Codec:
+    options = _OPTIONS.fullmatch(match["options"])
+    if options is None:
+        raise SpecError(
+            f"{whole!r}: unknown options {match['options']!r}; known are, in this order, "
+            "-g<group size>, -tcq, -log, -s<scales tried>, -ls or -norm or -rms, -seed<number>"
+        )
+    try:
+        if match["one"]:
+            one = _rotated_side(int(match["one"]), options)
+            one = Centred(one) if match["centred"] else one
+            return Codec(one, one)
+        if match["centred"]:
+            raise SpecError("keys of rot-k<bits>v<bits> are less their mean already")
+        keys, values = [_rotated_side(int(match[side]), options, affine=True) for side in "kv"]
+    except ValueError as error:
+        raise SpecError(f"{whole!r}: {error}") from error
+    codec = Codec(Centred(keys), values)
+    if format(codec) != whole.partition("+")[0] and "+" not in whole:
+        raise SpecError(f"{whole!r}: the canonical form is {format(codec)!r}")
+    return codec
+
+
+def _rotated_side(bits: int, options: re.Match[str], affine: bool = False) -> VectorCodec:
+    """A rotated codec; with ``affine``, 8 bits are affine: there is nothing to gain there."""
+    group = int(options["group"]) if options["group"] else None
+    if affine and bits == 8:
+        return Affine(8, group or 64, half=True)
+    return Rotated(
+        bits,
+        group,
+        search=int(options["search"] or 17),
+        fit=options["fit"] or "unbiased",
+        log_scale=bool(options["log"]),
+        trellis=bool(options["trellis"]) and bits in TRELLIS_BITS,
+        seed=int(options["seed"] or 42),
+    )
 
 
 def format(codec: Codec) -> str:
@@ -88,4 +172,26 @@ def format(codec: Codec) -> str:
         return keys.spec
     if isinstance(keys, Affine) and isinstance(values, Affine) and keys.options == values.options:
         return f"k{keys.bits}v{values.bits}{keys.options}"
+    if isinstance(keys, TurboKeys) and isinstance(values, TurboValues):
+        return f"turbo-k{keys.bits}v{values.bits}"
+    if isinstance(keys, Centred) and (short := _rotated_pair(keys, values)):
+        return short
     return f"{keys.spec}+{values.spec}"
+
+
+def _rotated_pair(keys: Centred, values: VectorCodec) -> str | None:
+    """``rot-k<bits>v<bits>`` and options, where that names both sides."""
+    sides = [side for side in (keys.codec, values) if isinstance(side, Rotated)]
+    for side in sorted(sides, key=lambda side: len(side.options), reverse=True):
+        options = _OPTIONS.fullmatch(side.options)
+        assert options is not None
+        bits = [getattr(codec, "bits", 0) for codec in (keys.codec, values)]
+        try:
+            expected = [_rotated_side(number, options, affine=True).spec for number in bits]
+        except CodecError:
+            continue
+        if expected == [keys.codec.spec, values.spec]:
+            return f"rot-k{bits[0]}v{bits[1]}{side.options}"
+    if not sides and keys.codec.spec == values.spec == "kv8-f16":
+        return "rot-k8v8"
+    return None

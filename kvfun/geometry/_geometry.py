@@ -311,6 +311,37 @@ class Geometry:
             return ((start, stop),)
         return ((0, stop),) if start == sinks else ((0, sinks), (start, stop))
 
+    def positions(self, columns: Iterable[tuple[int, int]]) -> tuple[tuple[range, ...], ...]:
+        """For each of ``rows`` the positions that columns are for, as runs of them.
+
+        A column that the row has nothing in has a number nevertheless, maybe a negative one.
+        """
+        sinks, columns = self.policy.sinks, tuple(columns)
+        result = []
+        for row in self.rows:
+            runs = []
+            for start, stop in columns:
+                pinned = min(max(start, sinks), stop)
+                runs += [range(start, pinned), range(pinned - row.shift, stop - row.shift)]
+            result.append(tuple([run for run in runs if run]))
+        return tuple(result)
+
+    def starts(self, plan: Plan, batch: int) -> tuple[int, ...]:
+        """The position of a block's first token, by the plan that led here: a number a row, or one.
+
+        A row that took not the first token of the block is told where that would be.
+        """
+        sinks, rows = self.policy.sinks, self.rows
+        if any(write.row is not None for write in plan.writes):
+            rows = self.expanded(batch)
+        starts = [0] * len(rows)
+        for index, row in enumerate(rows):
+            mine = [w for w in plan.writes if w.row is None or w.row == index]
+            if mine:
+                _, start, _, column = mine[-1]
+                starts[index] = column - start - (row.shift if column >= sinks else 0)
+        return tuple(starts)
+
     def cover(self, queries: int = 1) -> tuple[tuple[int, int], ...]:
         """One run of columns that contains :meth:`spans`, so that a read is one slice.
 

@@ -61,6 +61,7 @@ low that :func:`merge` gives it no weight beside anything seen.
 from ._choose import PHASES, kernels_for, multiplies_packed
 from ._committed import committed
 from ._composed import COMPOSED
+from ._deferred import DEFERRED, DEFERRED_COMPOSED, DENSE, UNCOMPOSED, deferred, densely
 from ._fused import FUSED
 from ._grouped_heads import GROUPED_HEADS
 from ._merge import Partial, merge, sink_part
@@ -70,14 +71,20 @@ from ._unfused import UNFUSED
 __all__ = [
     "ALL_TILED",
     "COMPOSED",
+    "DEFERRED",
+    "DEFERRED_COMPOSED",
+    "DENSE",
     "FUSED",
     "GROUPED_HEADS",
     "PHASES",
     "TILED",
     "TILED_CAUSAL",
+    "UNCOMPOSED",
     "UNFUSED",
     "Partial",
     "committed",
+    "deferred",
+    "densely",
     "kernels_for",
     "merge",
     "multiplies_packed",

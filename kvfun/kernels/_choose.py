@@ -10,6 +10,7 @@ import mlx.core as mx
 from ..codecs import Codec, Plain
 from ..errors import DTypeError
 from ._composed import COMPOSED
+from ._deferred import DEFERRED, DEFERRED_COMPOSED, rotates
 from ._fused import FUSED
 from ._tiled import TILED
 
@@ -25,7 +26,9 @@ def kernels_for(
 
     ============================  ==================================================
     plain keys and values         :data:`FUSED`
+    rotated keys or values        :data:`DEFERRED`
     others                        :data:`TILED`
+    rotated, on CUDA              :data:`DEFERRED_COMPOSED`
     others, on CUDA               :data:`COMPOSED`, see :func:`multiplies_packed`
     ============================  ==================================================
 
@@ -49,6 +52,8 @@ def kernels_for(
         raise DTypeError(f"queries are floating point, not {dtype}")
     if isinstance(codec.keys, Plain) and isinstance(codec.values, Plain):
         return FUSED
+    if rotates(codec.keys) or rotates(codec.values):
+        return DEFERRED if multiplies_packed(device) else DEFERRED_COMPOSED
     return TILED if multiplies_packed(device) else COMPOSED
 
 

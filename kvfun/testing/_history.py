@@ -13,8 +13,9 @@ import mlx.core as mx
 import numpy as np
 
 from .. import caches
-from ..codecs import Codec
+from ..codecs import Codec, learns
 from ..errors import KVFunError
+from ..geometry import Policy, body_part
 from ._oracle import Reference, from_numpy, to_numpy
 from ._recipes import Recipe, Shape
 
@@ -154,19 +155,31 @@ class World:
         return self.run(handle, [Append(max(pads) + 1)]) if pads else handle
 
     def decoded(
-        self, spec: str | None, keys: mx.array, values: mx.array
+        self,
+        spec: str | None,
+        keys: mx.array,
+        values: mx.array,
+        cache: Any = None,
+        offsets: Sequence[int] = (0,),
     ) -> tuple[np.ndarray, np.ndarray]:
         """What the codec makes of a block, read back right after appending it to an empty cache.
 
-        A cache that ages would show the block raw: that of its codec alone is asked.
+        A cache that ages would show the block raw: that of its codec alone is asked. A codec that
+        learns is that of the ``cache``, and may depend on where the block is.
         """
         recipe = self.recipe.unpadded()
         tokens = keys.shape[2]
         if tokens == 0:
             return to_numpy(keys), to_numpy(values)
-        if recipe.ages:
+        codec = getattr(cache, "codec", None)
+        if isinstance(codec, Codec) and codec.spec == spec and learns(codec):
+            alone = caches.KV((), (), codec, body_part(Policy(), offsets))
+            alone = caches.append(alone, keys, values)
+            k, v = map(to_numpy, caches.fetch_columns(alone, ((0, tokens),)))
+            return k, v
+        elif recipe.ages:
             assert spec is not None, "a recipe that ages must say by which spec"
-            cache = caches.empty(spec)
+            cache = caches.empty(spec, raw_sinks=0)
         else:
             cache = recipe() if spec == recipe.spec else caches.convert(recipe(), spec)
         cache = caches.append(cache, keys, values)
@@ -245,16 +258,17 @@ class World:
 
     def append(self, handle: Handle, keys: mx.array, values: mx.array) -> Handle:
         """Append a block."""
-        tokens = keys.shape[2]
+        tokens, cache = keys.shape[2], caches.append(handle.cache, keys, values)
+        offsets = handle.reference.offsets
         reference = handle.reference.append(
-            *self.decoded(handle.spec, keys, values),
+            *self.decoded(handle.spec, keys, values, cache, offsets),
             raw_keys=to_numpy(keys),
             raw_values=to_numpy(values),
             spec=handle.spec,
         )
         return attrs.evolve(
             handle,
-            cache=caches.append(handle.cache, keys, values),
+            cache=cache,
             reference=reference,
             block=tokens,
             largest=_largest(handle, reference, tokens),
@@ -291,22 +305,23 @@ class World:
         Tokens that are raw stay raw: what they will be encoded as is made of the raw numbers.
         """
         assert spec is not None
-        rule = handle.reference.schedule
+        rule, cache = handle.reference.schedule, caches.convert(handle.cache, spec)
         rows = []
-        for row in handle.reference.rows:
+        for index, row in enumerate(handle.reference.rows):
             if row is not None:
                 keys, values = map(from_numpy, row.shown(rule))
                 new = self.decoded(
                     spec,
                     keys[None].astype(self.shape.key_dtype),
                     values[None].astype(self.shape.value_dtype),
+                    _only(cache, index),
                 )
                 kept = row.is_encoded(rule) & _stays(row.codecs, spec)
                 row = row.recoded(new[0][0], new[1][0], kept, spec)
             rows.append(row)
         return attrs.evolve(
             handle,
-            cache=caches.convert(handle.cache, spec),
+            cache=cache,
             reference=attrs.evolve(handle.reference, rows=tuple(rows)),
             spec=spec,
             sealed=(spec,) * len(handle.sealed),
@@ -326,6 +341,12 @@ class World:
             appended=sum(handle.appended for handle in handles),
             dtypes=next((handle.dtypes for handle in handles if handle.dtypes), ()),
         )
+
+
+def _only(cache: Any, row: int) -> Any:
+    """The cache of one row of a batch, if what its codec has learnt may differ by row."""
+    codec = getattr(cache, "codec", None)
+    return caches.take(cache, [row]) if isinstance(codec, Codec) and learns(codec) else cache
 
 
 def _largest(handle: Handle, after: Reference, tokens: int) -> int:

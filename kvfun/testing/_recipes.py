@@ -23,7 +23,9 @@ class Recipe:
 
     The author of another record gives ``make`` (or a subclass that overrides ``__call__``, where
     it depends on the other fields) and says who sees whom; the other fields are those of
-    :func:`kvfun.empty`.
+    :func:`kvfun.empty`. A record that lets a codec learn from its tokens (what
+    :func:`kvfun.codecs.learns` tells) shows it, as a :class:`kvfun.Codec`, in an attribute
+    ``codec``.
 
     Args:
         spec: what the codec is, as far as the cache has one; ``None`` where it is not known.
@@ -66,12 +68,9 @@ class Recipe:
         )
 
     def _aged(self) -> dict[str, Any]:
-        """The arguments of a chain, as far as they are set."""
-        if not self.ages:
-            return {}
-        numbers = {"residual": self.residual, "raw_sinks": self.raw_sinks}
-        given = {name: number for name, number in numbers.items() if number}
-        return {**given, "block": self.block} if self.residual else given
+        """The arguments of a chain, as far as they are set; without any, one would be chosen."""
+        raw = {"raw_sinks": self.raw_sinks}
+        return {**raw, "residual": self.residual, "block": self.block} if self.residual else raw
 
     @property
     def ages(self) -> bool:

@@ -20,6 +20,8 @@ SPECS = (
     *("plain", "bf16", "f16", "f32", "kv8", "kv4", "kv4-g32", "kv3-g32", "kv5-g32", "kv6-g32"),
     *("kv2-g32", "k8v4", "k8v4-g32", "bf16+kv4-g32", "kv8-g32+f16", "kv4-pad", "kv3-pad"),
     *("mxfp8", "mxfp4", "nvfp4", "mxfp8+mxfp4", "bf16+nvfp4", "nvfp4-pad+kv4-g32"),
+    *("rot-k4v4-s1", "rot-k3v2-g16-log-s5", "rot-k5v3-s5-ls", "rot4-log+kv4-g32", "kv8-g32-f16-c"),
+    *("rot-k8v4-g32-s5-norm", "rot2-tcq-log-s1"),
 )
 """Specs of every family."""
 

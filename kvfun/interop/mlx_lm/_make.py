@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -10,9 +10,11 @@ import mlx.core as mx
 import mlx_lm.models.cache as mlx_lm_cache
 
 from ...caches import KV, Chain, empty
-from ...codecs import Codec
+from ...codecs import Codec, Rope, with_rope
 from ...errors import CodecError, UnsupportedError
 from ...kernels import FUSED, kernels_for, multiplies_packed
+from ...record import replace
+from ._rope import rope_of, watched_rope
 from ._shell import OLD_PROTOCOL, KVFunCache, can_be_packed
 
 POSITIONS_FROM_ROWS = {
@@ -64,14 +66,14 @@ class PromptCache(list):
 
 def make_prompt_cache(
     model: Any,
-    spec: str | Codec,
+    spec: str | Codec | Sequence[str | Codec],
     max_size: int | None = None,
     *,
     sinks: int = SINKS,
     reserve: int = 0,
     residual: int = 0,
     block: int = BLOCK,
-    raw_sinks: int = 0,
+    raw_sinks: int | None = None,
 ) -> PromptCache:
     """A cache for every layer of an mlx-lm model, in the codec of ``spec``.
 
@@ -80,32 +82,37 @@ def make_prompt_cache(
 
     Args:
         model: an mlx-lm model.
-        spec: a codec spec such as ``"bf16"``, ``"kv4"`` or ``"plain"`` (the model's own dtype).
+        spec: a codec spec such as ``"bf16"``, ``"kv4"`` or ``"plain"`` (the model's own dtype); or
+            one for each of the model's caches, see :func:`kvfun.codecs.sensitivity`.
         max_size: at most so many tokens are visible in a full layer: the first ``sinks`` and the
             newest others. Narrower windows and chunks of the model's own stay.
         sinks: first tokens that stay visible under ``max_size``.
         reserve: tokens that a window can take back at any time, see :func:`kvfun.empty`.
         residual: the newest tokens stay as they came, at least so many, see :func:`kvfun.empty`.
         block: tokens encoded at once when they leave the residual.
-        raw_sinks: the first tokens stay as they came.
+        raw_sinks: the first tokens stay as they came; by default as many as the codec learns from.
+
+    A codec that stores keys less their mean is told which RoPE each layer's keys go through, as far
+    as the model hands the cache what ``mx.fast.rope`` returned.
 
     Raises:
         UnsupportedError: a layer's cache cannot take the spec or the limit, or the model cannot
             run on it; found by building one step lazily, before anything is computed.
     """
-    codec = Codec.of(spec)
+    codecs = [spec] if isinstance(spec, str | Codec) else list(spec)
+    codec, *others = codecs = [Codec.of(each) for each in codecs]
     if max_size is not None and (not isinstance(max_size, int) or max_size <= sinks):
         raise ValueError(f"max_size must be an integer above the {sinks} sinks, not {max_size!r}")
     modules = {type(part).__module__.rpartition(".")[2] for part in model.modules()}
     failure = _dropping(modules) if max_size is not None else None
     raw: dict[str, Any] = {"residual": residual, "block": block, "raw_sinks": raw_sinks}
-    can = can_be_packed(empty(codec, **raw))
+    can = can_be_packed(empty(codec, **raw)) and not others
     packed = can and multiplies_packed() and not modules & QUERIES_TWICE
-    first = _Recipe(codec, max_size, sinks, reserve, packed, codec, raw)
+    first = _Recipe(codec, max_size, sinks, reserve, packed, codec, raw, layers=tuple(codecs))
     for recipe in _tries(first) if failure is None else ():
-        failure, exact = _probe(model, recipe)
+        failure, exact, ropes = _probe(model, recipe)
         if failure is None:
-            return _build(model, attrs.evolve(recipe, exact=exact))
+            return _told(_build(model, attrs.evolve(recipe, exact=exact)), ropes)
         if isinstance(failure, (CodecError, UnsupportedError)):
             break
     name = getattr(model, "model_type", None) or type(model).__module__.rpartition(".")[2]
@@ -146,13 +153,42 @@ class _Recipe:
     """What stays as it came: ``residual``, ``block`` and ``raw_sinks``."""
     exact: bool = True
     shell: type[KVFunCache] = KVFunCache
+    layers: tuple[Codec, ...] = ()
+    """The codecs of the model's caches, if there is more than one."""
+
+    def of_layer(self, index: int) -> _Recipe:
+        """That of one of the model's caches."""
+        if len(self.layers) < 2:
+            return self
+        codec = self.layers[index]
+        index_codec = codec if self.index is self.codec else self.index
+        return attrs.evolve(self, codec=codec, index=index_codec)
 
 
 def _build(model: Any, recipe: _Recipe) -> PromptCache:
     theirs = mlx_lm_cache.make_prompt_cache(model)
+    if len(recipe.layers) > 1 and len(recipe.layers) != len(theirs):
+        raise UnsupportedError(f"{len(recipe.layers)} specs for a model of {len(theirs)} caches")
     return PromptCache(
-        [_shell(cache, recipe, f"layer {index}") for index, cache in enumerate(theirs)]
+        [
+            _shell(cache, recipe.of_layer(index), f"layer {index}")
+            for index, cache in enumerate(theirs)
+        ]
     )
+
+
+def _told(caches: PromptCache, ropes: Sequence[Rope | None]) -> PromptCache:
+    """The caches, told which RoPE their keys go through."""
+    shells = [shell for entry in caches for shell in _shells(entry)]
+    for shell, rope in zip(shells, ropes, strict=True):
+        shell.record = _with_rope(shell.record, rope)
+    return caches
+
+
+def _with_rope(record: KV | Chain, rope: Rope | None) -> KV | Chain:
+    if isinstance(record, Chain):
+        return record.with_parts([_with_rope(part, rope) for part in record.parts])  # pyright: ignore
+    return replace(record, codec=with_rope(record.codec, rope))
 
 
 def _shell(cache: Any, recipe: _Recipe, where: str) -> Any:
@@ -204,30 +240,37 @@ class _Asked(KVFunCache):
     def __init__(self, *args: Any):
         super().__init__(*args)
         self.asked: set[int] = set()
+        self.rope: Rope | None = None
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array):
+        self.rope = rope_of(keys)
+        return super().update_and_fetch(keys, values)
 
     def make_mask(self, N: int, *args: Any, **kwargs: Any):
         self.asked.add(N)
         return super().make_mask(N, *args, **kwargs)
 
 
-def _probe(model: Any, recipe: _Recipe) -> tuple[Exception | None, bool]:
+def _probe(model: Any, recipe: _Recipe) -> tuple[Exception | None, bool, list[Rope | None]]:
     """Two steps of the model, built but never computed.
 
     Returns:
-        Why it cannot run on such caches, if so; and whether it must only be handed what it sees.
+        Why it cannot run on such caches, if so; whether it must only be handed what it sees; and
+        the RoPE of each cache's keys.
     """
     try:
         cache = _build(model, attrs.evolve(recipe, shell=_Asked))
-        model(mx.zeros((1, 2), mx.int32), cache=cache)
-        model(mx.zeros((1, 1), mx.int32), cache=cache)
+        with watched_rope():
+            model(mx.zeros((1, 2), mx.int32), cache=cache)
+            model(mx.zeros((1, 1), mx.int32), cache=cache)
     except Exception as error:  # whatever stops the model is the answer
-        return error, True
+        return error, True, []
     shells = [shell for entry in cache for shell in _shells(entry)]
     windowed = [shell for shell in shells if shell.record.geometry.policy.window is not None]
     asked = {length for shell in windowed for length in shell.asked}
     if windowed and not asked:
-        return ValueError("it never asks its caches for a mask, so no window could hold"), True
-    return None, OLD_PROTOCOL or 1 not in asked
+        return ValueError("it never asks its caches for a mask, so no window could hold"), True, []
+    return None, OLD_PROTOCOL or 1 not in asked, [shell.rope for shell in shells]
 
 
 def _shells(cache: Any) -> Iterator[Any]:

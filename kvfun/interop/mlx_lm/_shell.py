@@ -259,7 +259,8 @@ class KVFunCache:
 def can_be_packed(record: KV | Chain) -> bool:
     """Whether mlx-lm's quantized attention can read the planes: one affine codec, unpadded."""
     keys, values = record.codec.keys, record.codec.values
-    packed = isinstance(keys, Affine) and not keys.pad and keys.spec == values.spec
+    plain = isinstance(keys, Affine) and not keys.pad and not keys.half
+    packed = plain and keys.spec == values.spec
     return packed and isinstance(record, KV)
 
 

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from ... import planes as p
 from ...caches import KV, Chain, Layout
-from ...codecs import Codec
+from ...codecs import Codec, learnt_arrays, with_learnt
 from ...errors import CorruptError
 from ...geometry import Ageing, Geometry, Policy, Relayout, Row, round_up
 
@@ -46,9 +46,11 @@ def _dump(cache: KV, queries: int | None) -> tuple[dict, list[mx.array]]:
     geometry, layout = cache.geometry, cache.layout
     spans, rows = _held(geometry) if queries is None else _seen(geometry, queries)
     policy = geometry.policy
+    learnt, flags = learnt_arrays(cache.codec)
     header = {
         "kvfun": VERSION,
         "codec": cache.codec.spec,
+        **({"learnt": list(learnt), "flags": flags} if learnt or flags else {}),
         "window": policy.window,
         "sinks": policy.sinks,
         "chunk": policy.chunk,
@@ -57,7 +59,7 @@ def _dump(cache: KV, queries: int | None) -> tuple[dict, list[mx.array]]:
         "layout": None if layout is None else _layout(layout),
         "keys": len(cache.keys),
     }
-    return header, list(p.read(cache.keys + cache.values, spans))
+    return header, [*p.read(cache.keys + cache.values, spans), *learnt.values()]
 
 
 Spans = tuple[tuple[int, int], ...]
@@ -136,15 +138,41 @@ def _load(said: dict, planes: list[mx.array]) -> KV:
     try:
         geometry, codec, layout, split = _described(said)
         used = geometry.used
+        codec, planes = _with_learnt(codec, said, planes)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptError(f"the state of a kvfun cache is damaged: {error}") from error
     if layout is None:
         return KV((), (), codec, geometry)
+    _check_learnt(codec, layout)
     _check(planes, layout, codec, used, split)
     capacity = round_up(max(used, 1))
     relayout = Relayout.keeping(used, capacity)
     laid = tuple(p.lay_out(plane, relayout) for plane in planes)
     return KV(laid[:split], laid[split:], codec, attrs.evolve(geometry, capacity=capacity), layout)
+
+
+def _with_learnt(codec: Codec, said: dict, planes: list[mx.array]) -> tuple[Codec, list[mx.array]]:
+    """The codec with what it had learnt, whose arrays are the last ones; and the others."""
+    names, flags = said.get("learnt", []), said.get("flags", {})
+    split = len(planes) - len(names)
+    if split < 0 or any(type(flag) is not bool for flag in flags.values()):
+        raise ValueError(f"{names} and {flags} of {len(planes)} arrays")
+    learnt = dict(zip(names, planes[split:], strict=True))
+    return with_learnt(codec, learnt, flags), planes[:split]
+
+
+def _check_learnt(codec: Codec, layout: Layout) -> None:
+    """Raise ``CorruptError`` where what was learnt is not for such keys and values."""
+    heads, dims = layout.kv_heads, {"keys": layout.head_dim, "values": layout.value_dim}
+    for name, array in learnt_arrays(codec)[0].items():
+        side, _, kind = name.partition(".")
+        dim = dims[side]
+        wanted = {"mean": (heads, 1, dim), "reference": (heads, 1, 1)}.get(kind, (heads, dim, dim))
+        fits = array.shape[0] in (1, layout.batch) and array.shape[1:] == wanted
+        if kind == "rope":
+            fits = array.ndim == 1 and 0 < 2 * array.shape[0] <= dim
+        if not fits or array.dtype != mx.float32:
+            raise CorruptError(f"{name} {array.dtype} {array.shape} does not fit {layout}")
 
 
 def _described(said: dict) -> tuple[Geometry, Codec, Layout | None, int]:

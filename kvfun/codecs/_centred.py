@@ -1,0 +1,233 @@
+"""Vectors without their mean: what keys have in common is stored once, and never rounded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+from jaxtyping import Float
+
+from ..errors import CodecError
+from ..planes import Planes
+from ..record import record, replace, static
+from ._pair import VectorCodec
+from ._rope import Rope, Tables
+from ._rotated import Rotated
+
+
+@record
+class Centred:
+    """Keys less their mean, by another codec.
+
+    Most of a key is the same for all tokens of a head, before RoPE rotates it. That part is a
+    ``mean`` of the cache's own, taken from keys that RoPE is undone for where it is known, and the
+    codec stores what is left. What is decoded has the mean again, at the token's own position, so
+    attention is that over whole keys; a kernel may add the product of query and mean to the scores
+    instead.
+
+    The mean is learnt once and then stays: from a chain's raw first tokens, when a row has all of
+    them; from what a cache holds when it is converted. Without one, keys are stored as they are.
+
+    Args:
+        codec: of what is left.
+        rope: the RoPE that keys went through; ``None`` where they went through none, or through
+            one that is not known.
+        mean: ``[batch, heads, 1, dim]``, float32, before RoPE.
+        tables: angles of the positions that are read; a cache gives them to a kernel.
+        frozen: the mean was given, and is not learnt.
+
+    References:
+        Hooper et al., *KVQuant*, 2024 (keys before RoPE).
+    """
+
+    codec: VectorCodec
+    rope: Rope | None = None
+    mean: mx.array | None = None
+    tables: Tables | None = None
+    frozen: bool = static(default=False)
+
+    per_row = ("mean",)
+
+    @property
+    def positional(self) -> bool:
+        """Whether positions have to be known to decode."""
+        return self.rope is not None and self.mean is not None
+
+    @property
+    def spec(self) -> str:
+        """The canonical spec string: it does not tell what was learnt."""
+        return f"{self.codec.spec}-c"
+
+    @property
+    def bits(self) -> int:
+        """Bits a number."""
+        return self.codec.bits  # pyright: ignore[reportAttributeAccessIssue]
+
+    @property
+    def options(self) -> str:
+        """Those of the codec inside."""
+        return self.codec.options  # pyright: ignore[reportAttributeAccessIssue]
+
+    def check(self, head_dim: int) -> None:
+        """Raise ``CodecError`` where vectors of ``head_dim`` cannot be stored."""
+        self.codec.check(head_dim)
+        if self.rope is not None and self.rope.dims > head_dim:
+            raise CodecError(
+                f"{self.spec}: RoPE of {self.rope.dims} numbers for a head_dim of {head_dim}"
+            )
+        if self.mean is not None and self.mean.shape[-1] != head_dim:
+            raise CodecError(
+                f"{self.spec}: its mean is for a head_dim of {self.mean.shape[-1]}, not {head_dim}"
+            )
+
+    def width(self, head_dim: int) -> int:
+        """Numbers stored for a vector of ``head_dim``."""
+        return self.codec.width(head_dim)
+
+    def vector_nbytes(self, head_dim: int, dtype: mx.Dtype) -> int:
+        """Exact bytes of one vector of one head; the mean of all is not among them."""
+        return self.codec.vector_nbytes(head_dim, dtype)
+
+    def encode(
+        self, x: Float[mx.array, "batch heads tokens head_dim"], positions: Any = None
+    ) -> Planes:
+        """The planes of what is left of ``x``.
+
+        Args:
+            x: keys, after RoPE.
+            positions: of the first token, one number a row or one for all; or an array of all,
+                ``[batch, tokens]``.
+        """
+        left = self.without_mean(x, positions)
+        if not isinstance(self.codec, Rotated):
+            left = left.astype(x.dtype)
+        return self.codec.encode(left, positions)
+
+    def without_mean(self, x: mx.array, positions: Any = None) -> mx.array:
+        """Keys less their mean, float32."""
+        x = x.astype(mx.float32)
+        if self.mean is None:
+            return x
+        at = _positions_of(positions, x.shape[2])
+        return x - self._cut(self._mean_at(at), x.shape[-1])
+
+    def decode(self, planes: Planes) -> mx.array:
+        """Whole keys, float32; where they are positional the last plane has the positions."""
+        return self.with_mean(self.codec.decode(self.of_codec(planes)).astype(mx.float32), planes)
+
+    def decode_stored(self, planes: Planes) -> mx.array:
+        """The same in the coordinates of the codec inside."""
+        inner = self.rotated
+        keys = inner.decode_stored(self.of_codec(planes))
+        if self.mean is None:
+            return keys
+        return keys + inner.enter(self._mean_at(planes[-1][..., 0] if self.positional else None))
+
+    @property
+    def rotated(self) -> Rotated:
+        """The codec inside, where it rotates.
+
+        Raises:
+            CodecError: it does not.
+        """
+        if not isinstance(self.codec, Rotated):
+            raise CodecError(f"{self.spec} does not rotate")
+        return self.codec
+
+    def of_codec(self, planes: Planes) -> Planes:
+        """The planes of the codec inside: all but positions."""
+        return planes[:-1] if self.positional else planes
+
+    def with_mean(self, x: mx.array, planes: Planes) -> mx.array:
+        """Decoded vectors with the mean again."""
+        if self.mean is None:
+            return x
+        at = planes[-1][..., 0] if self.positional else None
+        mean = self._mean_at(at)
+        return x + mx.pad(mean, [(0, 0)] * 3 + [(0, x.shape[-1] - mean.shape[-1])])
+
+    def _cut(self, mean: mx.array, dim: int) -> mx.array:
+        return mean[..., :dim]
+
+    def _mean_at(self, positions: mx.array | None) -> mx.array:
+        """The mean at ``[batch or 1, 1, tokens]``, ``[batch, heads, tokens or 1, dim]``."""
+        assert self.mean is not None
+        if self.rope is None or positions is None:
+            return self.mean
+        return self.rope.rotated(self.mean, self._angles(positions))
+
+    def _angles(self, positions: mx.array) -> tuple[mx.array, mx.array]:
+        assert self.rope is not None
+        return (self.tables or self.rope).angles(positions)
+
+    def mean_scores(
+        self, queries: Float[mx.array, "batch heads queries dim"], planes: Planes
+    ) -> mx.array | None:
+        """The products of queries and the mean of each key: to be added to the scores.
+
+        Args:
+            queries: by KV head.
+            planes: of the keys, positions last where they are positional.
+
+        Returns:
+            ``[batch, heads, queries, columns or 1]``, ``None`` without a mean.
+        """
+        if self.mean is None:
+            return None
+        dim = self.mean.shape[-1]
+        queries, mean = queries[..., :dim].astype(mx.float32), self.mean
+        if self.rope is None:
+            return mx.sum(queries * mean, axis=-1, keepdims=True)
+        terms, constant = self.rope.product_terms(queries, mean)
+        angles = mx.concatenate(list(self._angles(planes[-1][..., 0])), axis=-1)
+        return _products(terms, angles) + constant
+
+    def bound(self, positions: int) -> Centred:
+        """With the angles of the positions below a number, where they are needed."""
+        if not self.positional or self.rope is None:
+            return self
+        return replace(self, tables=Tables.of(self.rope, positions))
+
+    # -- what it learns ---------------------------------------------------------------------------
+
+    def calibrated(self, x: mx.array, valid: mx.array, positions: mx.array) -> Centred:
+        """With the mean of keys, and what the codec inside learns from what is left of them.
+
+        Args:
+            x: ``[batch, heads, tokens, dim]``, after RoPE.
+            valid: bool ``[batch, 1, tokens, 1]``: which of them count.
+            positions: ``[batch, 1, tokens]``.
+        """
+        if self.frozen:
+            return self
+        x = x.astype(mx.float32)
+        counts = valid & mx.all(mx.isfinite(x), axis=-1, keepdims=True)
+        x = mx.where(counts, x, 0.0)
+        angles = None if self.rope is None else self.rope.angles(positions)
+        still = x if self.rope is None or angles is None else self.rope.unrotated(x, angles)
+        total = mx.sum(counts.astype(mx.float32), axis=2, keepdims=True)
+        mean = mx.sum(still, axis=2, keepdims=True) / mx.maximum(total, 1.0)
+        learnt = replace(self, mean=mean)
+        if not isinstance(self.codec, Rotated):
+            return learnt
+        left = x - learnt._mean_at(positions)
+        return replace(learnt, codec=self.codec.calibrated(left, counts))
+
+
+def _products(terms: mx.array, angles: mx.array) -> mx.array:
+    """``[B, H, L, d]`` times ``[B or 1, 1, N, d]``: one product for all heads."""
+    batch, heads, queries, dims = terms.shape
+    if angles.shape[0] == 1:
+        flat = terms.reshape(1, 1, batch * heads * queries, dims)
+    else:
+        flat = terms.reshape(batch, 1, heads * queries, dims)
+    return (flat @ angles.swapaxes(-1, -2)).reshape(batch, heads, queries, angles.shape[2])
+
+
+def _positions_of(positions: Any, tokens: int) -> mx.array | None:
+    """``[batch or 1, 1, tokens]`` of rows or positions."""
+    if positions is None:
+        return mx.zeros((1, 1, tokens), mx.int32)
+    if isinstance(positions, mx.array):
+        return positions[:, None] if positions.ndim == 2 else positions
+    return mx.array(list(positions), dtype=mx.int32)[:, None, None] + mx.arange(tokens)
