@@ -1,5 +1,6 @@
 """The records and their verbs."""
 
+from ._calibrate import calibrate
 from ._chain import Chain, seal
 from ._empty import empty
 from ._extents import Extents, extents, own_columns, width
@@ -40,6 +41,7 @@ __all__ = [
     "attend_columns",
     "attend_over",
     "batch_size",
+    "calibrate",
     "combine",
     "concat",
     "convert",

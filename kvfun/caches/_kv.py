@@ -530,15 +530,23 @@ def learnt(codec: Codec, cache: KV, keys: mx.array, values: mx.array) -> Codec:
     """
     if not learns(codec) or has_learnt(codec):
         return codec
-    geometry, columns = cache.geometry, ((0, keys.shape[2]),)
-    positions = positions_of(geometry, columns)
-    column = mx.arange(keys.shape[2])
-    valid = []
+    valid, positions = learnt_from_columns(cache.geometry, keys.shape[2])
+    return calibrated(codec, keys, values, valid, positions)
+
+
+def learnt_from_columns(geometry: Geometry, columns: int) -> tuple[mx.array, mx.array]:
+    """Which of the first columns a codec learns from, and their positions.
+
+    Returns:
+        bool ``[batch or 1, 1, columns, 1]`` and ``int32 [batch or 1, 1, columns]``.
+    """
+    column, valid = mx.arange(columns), []
     for row in geometry.rows:
         start, _ = learnt_from(row.offset)
-        low = max(geometry.lowest(row, 1), start) + row.shift
+        seen = geometry.policy.lowest(row.offset - 1)
+        low = max(row.first, seen, start) + row.shift
         valid.append((column >= low) & (column < geometry.end(row)))
-    return calibrated(codec, keys, values, mx.stack(valid)[:, None, :, None], positions)
+    return mx.stack(valid)[:, None, :, None], positions_of(geometry, ((0, columns),))
 
 
 # -- rows -----------------------------------------------------------------------------------------

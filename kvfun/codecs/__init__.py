@@ -15,12 +15,14 @@ from ._learning import (
     unlearnt,
     with_learnt,
     with_rope,
+    with_statistics,
 )
 from ._microscaled import MODES, Microscaled
 from ._pair import Codec, VectorCodec
 from ._plain import DTYPES, Plain
 from ._rope import Rope
 from ._rotated import Rotated
+from ._sensitivity import Sensitivity, sensitivity
 from ._spec import format, parse
 from ._turbo import TurboKeys, TurboValues
 
@@ -36,6 +38,7 @@ __all__ = [
     "Plain",
     "Rope",
     "Rotated",
+    "Sensitivity",
     "TurboKeys",
     "TurboValues",
     "VectorCodec",
@@ -50,7 +53,9 @@ __all__ = [
     "learnt_from",
     "of_rows",
     "parse",
+    "sensitivity",
     "unlearnt",
     "with_learnt",
     "with_rope",
+    "with_statistics",
 ]

@@ -109,7 +109,7 @@ class Centred:
         if self.mean is None:
             return x
         at = _positions_of(positions, x.shape[2])
-        return x - self._cut(self._mean_at(at), x.shape[-1])
+        return x - self._cut(self.mean_at(at), x.shape[-1])
 
     def decode(self, planes: Planes) -> mx.array:
         """Whole keys, float32; where they are positional the last plane has the positions."""
@@ -121,7 +121,7 @@ class Centred:
         keys = inner.decode_stored(self.of_codec(planes))
         if self.mean is None:
             return keys
-        return keys + inner.enter(self._mean_at(planes[-1][..., 0] if self.positional else None))
+        return keys + inner.enter(self.mean_at(planes[-1][..., 0] if self.positional else None))
 
     @property
     def rotated(self) -> Rotated:
@@ -143,15 +143,16 @@ class Centred:
         if self.mean is None:
             return x
         at = planes[-1][..., 0] if self.positional else None
-        mean = self._mean_at(at)
+        mean = self.mean_at(at)
         return x + mx.pad(mean, [(0, 0)] * 3 + [(0, x.shape[-1] - mean.shape[-1])])
 
     def _cut(self, mean: mx.array, dim: int) -> mx.array:
         return mean[..., :dim]
 
-    def _mean_at(self, positions: mx.array | None) -> mx.array:
+    def mean_at(self, positions: mx.array | None) -> mx.array:
         """The mean at ``[batch or 1, 1, tokens]``, ``[batch, heads, tokens or 1, dim]``."""
-        assert self.mean is not None
+        if self.mean is None:
+            return mx.zeros((1, 1, 1, 1))
         if self.rope is None or positions is None:
             return self.mean
         return self.rope.rotated(self.mean, self._angles(positions))
@@ -210,7 +211,7 @@ class Centred:
         learnt = replace(self, mean=mean)
         if not isinstance(self.codec, Rotated):
             return learnt
-        left = x - learnt._mean_at(positions)
+        left = x - learnt.mean_at(positions)
         return replace(learnt, codec=self.codec.calibrated(left, counts))
 
 

@@ -10,6 +10,7 @@ import mlx.core as mx
 from .. import tree
 from ..errors import CodecError
 from ..record import replace
+from . import _statistics
 from ._centred import Centred
 from ._pair import Codec
 from ._rope import Rope
@@ -70,6 +71,46 @@ def calibrated(
     if isinstance(codec.values, Rotated):
         codec = replace(codec, values=codec.values.calibrated(values, valid))
     return codec
+
+
+def with_statistics(
+    codec: Codec, keys: mx.array, valid: mx.array, positions: mx.array, queries: mx.array
+) -> Codec:
+    """The codec with what keys and queries of a prompt tell it; its mean is frozen.
+
+    Args:
+        codec: one that has learnt its mean, with a codec of keys that asks for ``statistics``.
+        keys: ``[batch, kv_heads, tokens, head_dim]``, decoded, after RoPE.
+        valid: bool ``[batch or 1, 1, tokens, 1]``: which of them count.
+        positions: ``[batch or 1, 1, tokens]``.
+        queries: ``[batch, heads, L, head_dim]``, after RoPE.
+    """
+    centred = codec.keys
+    if isinstance(centred, Centred):
+        left = keys.astype(mx.float32) - centred.mean_at(positions)
+        inner = _with_statistics(centred.rotated, left, valid, queries)
+        return replace(codec, keys=replace(centred, codec=inner, frozen=True))
+    assert isinstance(centred, Rotated)
+    return replace(codec, keys=_with_statistics(centred, keys, valid, queries))
+
+
+def _with_statistics(codec: Rotated, keys: mx.array, valid: mx.array, queries: mx.array) -> Rotated:
+    kv_heads = keys.shape[1]
+    if codec.statistics == "ldlq":
+        turned = codec.enter(queries)
+        metric = _statistics.query_moment(turned, kv_heads)
+        return replace(codec, feedback=(_statistics.feedback(metric), metric))
+    valid = valid & mx.all(mx.isfinite(keys), axis=-1, keepdims=True)
+    counted = mx.maximum(mx.sum(valid.astype(mx.float32), axis=2, keepdims=True), 1.0)
+    weight = mx.sqrt(keys.shape[2] / counted)
+    known = mx.where(valid, keys.astype(mx.float32), 0.0) * weight
+    of_keys = _statistics.second_moment(known, KEY_SHRINKAGE)
+    of_queries = _statistics.query_moment(queries, kv_heads)
+    return replace(codec, basis=_statistics.balanced(of_queries, of_keys))
+
+
+KEY_SHRINKAGE = 0.1
+"""How far the moments of keys, of which there are fewer than of queries, are drawn together."""
 
 
 def chosen(codec: Codec, old: Codec, rows: mx.array) -> Codec:

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from ..errors import CodecError
 from ..planes import Planes
 from ..record import record, replace, static
-from . import _lloyd_max, _log_scale, _packing, _trellis
+from . import _lloyd_max, _log_scale, _packing, _statistics, _trellis
 from ._hadamard import hadamard, hadamard_inverse, hadamard_order, signs
 from ._lookup import lookup
 
@@ -23,6 +23,9 @@ SEARCHES = (1, 5, 17)
 """How many scales may be tried for each vector."""
 
 TRELLIS_BITS = (2, 3)
+
+STATISTICS = ("ldlq", "bal")
+"""What a codec of keys may need to know of a prompt's queries."""
 
 _SHORT_FITS = {"ls": "-ls", "norm": "-norm", "rms": "-rms", "unbiased": ""}
 _LARGEST = 65504.0
@@ -56,6 +59,8 @@ class Rotated:
             TurboQuant's.
         log_scale: scales of 8 bits instead of 16: logarithms, with 32 steps an octave.
         trellis: choose the codes of a whole vector together, on a trellis of 256 states.
+        statistics: of a prompt, which :func:`kvfun.calibrate` takes: ``"ldlq"`` for ``feedback``,
+            ``"bal"`` for a ``basis``.
         seed: of the signs.
 
     Raises:
@@ -74,6 +79,7 @@ class Rotated:
     fit: str = static(default="unbiased")
     log_scale: bool = static(default=False)
     trellis: bool = static(default=False)
+    statistics: str | None = static(default=None)
     seed: int = static(default=42)
     reference: mx.array | None = None
     """``[batch, heads, 1, 1]``: scales are relative to it."""
@@ -94,8 +100,15 @@ class Rotated:
             good = type(self.group_size) is int and self.group_size > 0 and not self.group_size % 16
             if not good:
                 raise CodecError(f"group_size must be a multiple of 16, not {self.group_size!r}")
-            if self.trellis:
-                raise CodecError("a trellis runs along a whole vector: it has no group_size")
+            if self.trellis or self.statistics:
+                raise CodecError(
+                    f"{'a trellis' if self.trellis else self.statistics} runs along a whole vector:"
+                    " there are no groups in it"
+                )
+        if self.statistics is not None:
+            _one_of("statistics", self.statistics, STATISTICS)
+            if self.trellis and self.statistics == "ldlq":
+                raise CodecError("ldlq rounds number by number: there is none on a trellis")
 
     # -- what it is -------------------------------------------------------------------------------
 
@@ -106,6 +119,7 @@ class Rotated:
             [
                 f"-g{self.group_size}" if self.group_size else "",
                 "-tcq" if self.trellis else "",
+                f"-{self.statistics}" if self.statistics else "",
                 "-log" if self.log_scale else "",
                 f"-s{self.search}" if self.search != 17 else "",
                 _SHORT_FITS[self.fit],
@@ -135,12 +149,23 @@ class Rotated:
             )
         if self.trellis and head_dim * self.bits % 32:
             raise CodecError(f"{self.spec}: a trellis of {head_dim} numbers fills no whole words")
-        for name, array in (("basis", self.basis), ("feedback", self.feedback)):
-            if array is not None and array[0].shape[-1] != head_dim:
+        self._check_statistics(head_dim)
+
+    def _check_statistics(self, head_dim: int) -> None:
+        needed = {"ldlq": "feedback", "bal": "basis"}.get(self.statistics or "")
+        for name in ("basis", "feedback"):
+            arrays = getattr(self, name)
+            if arrays is None and name == needed:
                 raise CodecError(
-                    f"{self.spec}: its {name} is for a head_dim of {array[0].shape[-1]}, "
-                    f"not {head_dim}"
+                    f"{self.spec} has to know a prompt's queries: read the prompt into another "
+                    "cache, then kvfun.calibrate(cache, queries, spec)"
                 )
+            if arrays is not None and (
+                name != needed
+                or any(x.ndim != 4 or x.shape[-2:] != (head_dim, head_dim) for x in arrays)
+            ):
+                shapes = ", ".join(str(x.shape) for x in arrays)
+                raise CodecError(f"{self.spec}: no {name} of {shapes} for a head_dim of {head_dim}")
 
     def width(self, head_dim: int) -> int:
         """Numbers stored for a vector of ``head_dim``: all, and no more."""
@@ -157,7 +182,7 @@ class Rotated:
         """Vectors in the coordinates they are stored in, float32."""
         x = x.astype(mx.float32)
         if self.basis is not None:
-            return _times(x, self.basis[0])
+            return _statistics.times(x, self.basis[0])
         return hadamard(x * _signs(x.shape[-1], self.seed))
 
     def enter_queries(self, x: Float[mx.array, "batch heads queries dim"]) -> mx.array:
@@ -257,8 +282,6 @@ class Rotated:
 
     def _with_feedback(self, y: mx.array, rms: mx.array) -> tuple[Planes, mx.array]:
         """Rounded one number after another, by the scale with the least cost."""
-        from . import _statistics
-
         assert self.feedback is not None
         lower, metric = self.feedback
         (y,), rms = self._flat(y), rms.squeeze(-1)
@@ -354,8 +377,3 @@ def _index(size: mx.array, scale: mx.array | float, bits: int) -> mx.array:
 
 def _signs(dim: int, seed: int) -> mx.array:
     return mx.array(signs(dim, seed), dtype=mx.float32)
-
-
-def _times(x: mx.array, matrix: mx.array) -> mx.array:
-    """``x @ matrix``, each token alone: products of several may differ in their last bits."""
-    return x @ matrix

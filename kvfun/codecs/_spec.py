@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from ..errors import CodecError, SpecError
 from ._affine import Affine
@@ -23,7 +24,8 @@ _ROTATED = re.compile(
     r"(?P<centred>-c)?"
 )
 _OPTIONS = re.compile(
-    rf"(?:-g(?P<group>{_NUMBER}))?(?P<trellis>-tcq)?(?P<log>-log)?(?:-s(?P<search>{_NUMBER}))?"
+    rf"(?:-g(?P<group>{_NUMBER}))?(?P<trellis>-tcq)?(?:-(?P<statistics>ldlq|bal))?"
+    rf"(?P<log>-log)?(?:-s(?P<search>{_NUMBER}))?"
     rf"(?:-(?P<fit>ls|norm|rms))?(?:-seed(?P<seed>{_NUMBER}))?"
 )
 _MICROSCALED = re.compile(rf"(?P<mode>{'|'.join(MODES)})(?P<pad>-pad)?")
@@ -45,6 +47,7 @@ def parse(spec: str) -> Codec:
                        keys less their mean
     ``rot-k3v3-g32``   one scale for 32 numbers (a multiple of 16) instead of one a vector
     ``rot-k3v3-tcq``   codes chosen together, on a trellis (2 and 3 bits)
+    ``rot-k4v4-ldlq``  keys by a prompt's statistics (or ``-bal``), see :func:`kvfun.calibrate`
     ``rot-k4v4-log``   scales of 8 bits; further ``-s1`` ``-s5`` (scales tried), ``-ls`` ``-norm``
                        ``-rms`` (how they are fitted), ``-seed7``
     ``rot4 rot4-c``    one side of these: as it is, or less its mean (``kv8-c``, too)
@@ -127,7 +130,8 @@ def _rotated(match: re.Match[str], whole: str) -> Codec:
     if options is None:
         raise SpecError(
             f"{whole!r}: unknown options {match['options']!r}; known are, in this order, "
-            "-g<group size>, -tcq, -log, -s<scales tried>, -ls or -norm or -rms, -seed<number>"
+            "-g<group size>, -tcq, -ldlq or -bal, -log, -s<scales tried>, -ls or -norm or -rms, "
+            "-seed<number>"
         )
     try:
         if match["one"]:
@@ -136,7 +140,7 @@ def _rotated(match: re.Match[str], whole: str) -> Codec:
             return Codec(one, one)
         if match["centred"]:
             raise SpecError("keys of rot-k<bits>v<bits> are less their mean already")
-        keys, values = [_rotated_side(int(match[side]), options, affine=True) for side in "kv"]
+        keys, values = _rotated_sides(int(match["k"]), int(match["v"]), options)
     except ValueError as error:
         raise SpecError(f"{whole!r}: {error}") from error
     codec = Codec(Centred(keys), values)
@@ -145,11 +149,17 @@ def _rotated(match: re.Match[str], whole: str) -> Codec:
     return codec
 
 
-def _rotated_side(bits: int, options: re.Match[str], affine: bool = False) -> VectorCodec:
-    """A rotated codec; with ``affine``, 8 bits are affine: there is nothing to gain there."""
+def _rotated_sides(k: int, v: int, options: re.Match[str]) -> tuple[VectorCodec, VectorCodec]:
+    """The codecs of a pair: 8 bits are affine, and only keys have to do with queries."""
+    group = int(options["group"] or 64)
+    return (
+        Affine(8, group, half=True) if k == 8 else _rotated_side(k, options),
+        Affine(8, group, half=True) if v == 8 else _rotated_side(v, options, queried=False),
+    )
+
+
+def _rotated_side(bits: int, options: re.Match[str], queried: bool = True) -> VectorCodec:
     group = int(options["group"]) if options["group"] else None
-    if affine and bits == 8:
-        return Affine(8, group or 64, half=True)
     return Rotated(
         bits,
         group,
@@ -157,6 +167,7 @@ def _rotated_side(bits: int, options: re.Match[str], affine: bool = False) -> Ve
         fit=options["fit"] or "unbiased",
         log_scale=bool(options["log"]),
         trellis=bool(options["trellis"]) and bits in TRELLIS_BITS,
+        statistics=options["statistics"] if queried else None,
         seed=int(options["seed"] or 42),
     )
 
@@ -181,17 +192,38 @@ def format(codec: Codec) -> str:
 
 def _rotated_pair(keys: Centred, values: VectorCodec) -> str | None:
     """``rot-k<bits>v<bits>`` and options, where that names both sides."""
-    sides = [side for side in (keys.codec, values) if isinstance(side, Rotated)]
-    for side in sorted(sides, key=lambda side: len(side.options), reverse=True):
-        options = _OPTIONS.fullmatch(side.options)
-        assert options is not None
-        bits = [getattr(codec, "bits", 0) for codec in (keys.codec, values)]
-        try:
-            expected = [_rotated_side(number, options, affine=True).spec for number in bits]
-        except CodecError:
-            continue
-        if expected == [keys.codec.spec, values.spec]:
-            return f"rot-k{bits[0]}v{bits[1]}{side.options}"
-    if not sides and keys.codec.spec == values.spec == "kv8-f16":
-        return "rot-k8v8"
-    return None
+    sides = [keys.codec, values]
+    if not all(isinstance(side, Affine | Rotated) for side in sides):
+        return None
+    found: dict[str, str] = {}
+    for side in sides:
+        if isinstance(side, Rotated):
+            options = _OPTIONS.fullmatch(side.options)
+            found |= {name: value for name, value in _given(options) if value}
+        elif isinstance(side, Affine) and side.group_size != 64:
+            found.setdefault("group", str(side.group_size))
+    text = "".join([form.format(found[name]) for name, form in _FORMS.items() if name in found])
+    options = _OPTIONS.fullmatch(text)
+    assert options is not None
+    k, v = [getattr(side, "bits", 0) for side in sides]
+    try:
+        expected = [side.spec for side in _rotated_sides(k, v, options)]
+    except CodecError:
+        return None
+    return f"rot-k{k}v{v}{text}" if expected == [side.spec for side in sides] else None
+
+
+def _given(options: re.Match[str] | None) -> Iterable[tuple[str, str | None]]:
+    return () if options is None else options.groupdict().items()
+
+
+_FORMS = {
+    "group": "-g{}",
+    "trellis": "-tcq",
+    "statistics": "-{}",
+    "log": "-log",
+    "search": "-s{}",
+    "fit": "-{}",
+    "seed": "-seed{}",
+}
+"""The options of :data:`_OPTIONS` in their order, as they are written."""

@@ -8,7 +8,8 @@ programming over the bits that two states share (Viterbi 1967), and gets nearer 
 ``2**bits`` numbers can.
 
 The stream fills words from their highest bit down, so a state is a shift and a mask of a word, or
-of two neighbours, and numbers are decoded independently of one another.
+of two neighbours, and numbers are decoded independently of one another. States that differ in their
+highest bit alone have opposite values: half a table and a sign will do.
 """
 
 from __future__ import annotations
@@ -121,17 +122,16 @@ def _many(twice: mx.array, weights: mx.array | None, bits: int) -> mx.array:
         kept.append(_least(mx.flatten(least, 0, 1), shared))
     square = squares if weights is None else squares * weights[-1]
     full = _sum(kept[-1][:, None], after * twice[-1], square)
-    state = mx.argmin(mx.flatten(full, 0, 1), axis=0)
-    states, before = [state], mx.contiguous(values.reshape(-1, shared))
+    last = mx.argmin(mx.flatten(full, 0, 1), axis=0)
+    path, before = [last >> bits], mx.contiguous(values.reshape(-1, shared))
     for at in range(len(twice) - 2, -1, -1):
-        state = state >> bits
-        value, cost = mx.take(before, state, axis=1), kept[at].reshape(1 << bits, -1, count)
-        cost = mx.take_along_axis(cost, (state >> bits)[None, None], axis=1).squeeze(1)
+        older, cost = path[-1] >> bits, kept[at].reshape(1 << bits, -1, count)
+        cost = mx.take_along_axis(cost, older[None, None], axis=1).squeeze(1)
+        value = mx.take(before, path[-1], axis=1)
         square = value * value if weights is None else value * value * weights[at]
         best = mx.argmin(_sum(cost, value * twice[at], square), axis=0)
-        state = (best << (8 - bits)) | state
-        states.append(state)
-    return mx.stack(states[::-1])
+        path.append((best << (8 - 2 * bits)) | older)
+    return _states(mx.stack(path[::-1]), last[None], bits)
 
 
 def _few(twice: mx.array, weights: mx.array | None, bits: int) -> mx.array:
@@ -146,16 +146,19 @@ def _few(twice: mx.array, weights: mx.array | None, bits: int) -> mx.array:
         square = squares if weights is None else squares[at]
         kept.append(mx.flatten(_sum(cost[:, None], products[at], square), 0, 1))
         cost = mx.min(mx.unflatten(kept[-1], 0, (-1, shared)), axis=0)
-    state = mx.argmin(kept.pop(), axis=0, keepdims=True)
-    # from the bits that a state shares with the one before to those that this shares with its own
+    last = mx.argmin(kept.pop(), axis=0, keepdims=True)
     best = mx.argmin(mx.stack(kept).reshape(len(kept), -1, shared, count), axis=1)
-    origins = ((best << (8 - bits)) | mx.arange(shared, dtype=mx.uint32)[:, None]) >> bits
-    path = [state >> bits]
+    older = mx.arange(shared, dtype=mx.uint32)[:, None] >> bits
+    path, before = [last >> bits], (best << (8 - 2 * bits)) | older
     for at in range(len(kept) - 1, -1, -1):
-        path.append(mx.take_along_axis(origins[at], path[-1], axis=0))
-    shares = mx.concatenate(path[::-1])
-    new = mx.concatenate([shares[1:], state]) & ((1 << bits) - 1)
-    return (shares << bits) | new
+        path.append(mx.take_along_axis(before[at], path[-1], axis=0))
+    return _states(mx.concatenate(path[::-1]), last, bits)
+
+
+def _states(shared: mx.array, last: mx.array, bits: int) -> mx.array:
+    """States from the bits of each that are of the one before, and from the last one."""
+    new = mx.concatenate([shared[1:], last]) & ((1 << bits) - 1)
+    return (shared << bits) | new
 
 
 def _start(shared: int, count: int) -> mx.array:
@@ -183,7 +186,8 @@ def _least(full: mx.array, shared: int) -> mx.array:
 @cache
 def _values(bits: int) -> mx.array:
     """The table, by the bits that a state shares with the one before and by its new ones."""
-    return mx.array([STEP * n for n in TABLES[bits]]).reshape(-1, 2**bits)
+    size = 1 << bits
+    return mx.array([[STEP * n for n in TABLES[bits][i : i + size]] for i in range(0, 256, size)])
 
 
 # -- words ----------------------------------------------------------------------------------------

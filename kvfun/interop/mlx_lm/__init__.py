@@ -13,8 +13,10 @@ The list goes wherever mlx-lm takes a ``prompt_cache``. Importing this module ma
 """
 
 from ._attention import attention
+from ._calibrate import calibrated_prompt_cache
 from ._file import load
 from ._make import LayerReport, PromptCache, describe, make_prompt_cache
+from ._measure import measure
 from ._shell import KVFunCache
 from ._speculative import speculative_cache
 
@@ -23,8 +25,10 @@ __all__ = [
     "LayerReport",
     "PromptCache",
     "attention",
+    "calibrated_prompt_cache",
     "describe",
     "load",
     "make_prompt_cache",
+    "measure",
     "speculative_cache",
 ]

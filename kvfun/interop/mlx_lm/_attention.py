@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 
 from ... import caches as verbs
@@ -48,6 +49,23 @@ def attention(model: nn.Module) -> Iterator[None]:
             _restore(module)
 
 
+_watched: list[tuple[Any, mx.array]] | None = None
+
+
+@contextmanager
+def watched_queries() -> Iterator[list[tuple[Any, mx.array]]]:
+    """Within the context, and that of :func:`attention`: which cache values were read by what.
+
+    Gives a list that grows: pairs of a record and the queries, after RoPE.
+    """
+    global _watched
+    before, _watched = _watched, []
+    try:
+        yield _watched
+    finally:
+        _watched = before
+
+
 def _modules(model: nn.Module) -> list[ModuleType]:
     names = {cls.__module__ for part in model.modules() for cls in type(part).__mro__}
     found = [sys.modules[name] for name in sorted(names) if name in sys.modules]
@@ -80,6 +98,8 @@ def _router(original):
             return original(
                 queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks, **more
             )
+        if _watched is not None:
+            _watched.append((handed.record, queries))
         return verbs.attend_columns(
             handed.record,
             queries,

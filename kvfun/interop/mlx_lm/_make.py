@@ -179,7 +179,7 @@ def _build(model: Any, recipe: _Recipe) -> PromptCache:
 
 def _told(caches: PromptCache, ropes: Sequence[Rope | None]) -> PromptCache:
     """The caches, told which RoPE their keys go through."""
-    shells = [shell for entry in caches for shell in _shells(entry)]
+    shells = [shell for entry in caches for shell in shells_of(entry)]
     for shell, rope in zip(shells, ropes, strict=True):
         shell.record = _with_rope(shell.record, rope)
     return caches
@@ -265,7 +265,7 @@ def _probe(model: Any, recipe: _Recipe) -> tuple[Exception | None, bool, list[Ro
             model(mx.zeros((1, 1), mx.int32), cache=cache)
     except Exception as error:  # whatever stops the model is the answer
         return error, True, []
-    shells = [shell for entry in cache for shell in _shells(entry)]
+    shells = [shell for entry in cache for shell in shells_of(entry)]
     windowed = [shell for shell in shells if shell.record.geometry.policy.window is not None]
     asked = {length for shell in windowed for length in shell.asked}
     if windowed and not asked:
@@ -273,10 +273,10 @@ def _probe(model: Any, recipe: _Recipe) -> tuple[Exception | None, bool, list[Ro
     return None, OLD_PROTOCOL or 1 not in asked, [shell.rope for shell in shells]
 
 
-def _shells(cache: Any) -> Iterator[Any]:
+def shells_of(cache: Any) -> Iterator[Any]:
     if isinstance(cache, mlx_lm_cache.CacheList):
         for part in cache.caches:
-            yield from _shells(part)
+            yield from shells_of(part)
     elif isinstance(cache, KVFunCache):
         yield cache
 
