@@ -1,6 +1,6 @@
 """Finds the tables of ``kvfun.codecs._trellis``: prints, or writes, ``_trellis_tables.py``.
 
-    python -m bench.trellis_tables [--bits 1,2,3,4] [--rounds 8000] [--starts 3] [--write]
+    python -m bench.trellis_tables [--bits 1,2,3,4] [--rounds 20000] [--starts 3] [--write]
 
 A table has a number for each state, the last 8 bits of a stream, and should bring normally
 distributed vectors of 64 numbers as near as can be to some path through it. That is a vector
@@ -8,17 +8,17 @@ quantizer, and this the generalized Lloyd algorithm for it: draw vectors, find t
 move each state's number to the mean of those that met it.
 
 * Which states get which numbers at first is random: quantiles of N(0, 1) in any order. Rounds of
-  few vectors (128, and half of what the rounds before remember) and some noise, which fades out over
-  four fifths of the rounds, lead out of poor orders: that is worth more than many starts. The last
-  rounds remember more and more, so that the means get exact.
-* States that differ in their oldest bit alone have opposite numbers. That costs nothing that
-  shows, and spares the encoder half the products, and a decoder half the table.
+  few vectors (128, and what a short memory holds) and some noise, which fades out over four fifths
+  of the rounds, lead out of poor orders: that is worth more than many starts. The last rounds
+  remember more and more, so that the means get exact.
+* States that differ in their oldest bit alone have opposite numbers. That costs less than starts
+  differ, and spares the encoder half the products, and a decoder half the table.
 * The stream starts after zeros, as in the codec, so the first numbers are part of what is judged.
 * The best of a few starts is kept, by vectors that none of them has seen, and rounded to multiples
   of 2**-13.
 
-Seeds are fixed, so the same tables come out again; all of it takes about %MINUTES% minutes of a core.
-NumPy only, and a search of its own, so that a fault of the codec would not hide itself.
+Seeds are fixed, so the same tables come out again; all of it takes about ten minutes of a core. The
+search is NumPy's and not the codec's, so a fault of that would not hide.
 """
 
 from __future__ import annotations

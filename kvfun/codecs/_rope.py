@@ -37,8 +37,8 @@ class Rope:
     @staticmethod
     def of(
         dims: int,
-        base: float = 10000.0,
-        scale: float = 1.0,
+        base: float | int = 10000.0,
+        scale: float | int = 1.0,
         traditional: bool = False,
         wavelengths: Sequence[float] | mx.array | None = None,
     ) -> Rope:
@@ -60,7 +60,7 @@ class Rope:
         if isinstance(dims, bool) or not isinstance(dims, int) or dims < 2 or dims % 2:
             raise ShapeError(f"RoPE rotates pairs: dims must be even and positive, not {dims!r}")
         if wavelengths is None:
-            frequencies = mx.power(base, -mx.arange(0, dims, 2, dtype=mx.float32) / dims)
+            frequencies = mx.power(float(base), -mx.arange(0, dims, 2, dtype=mx.float32) / dims)
         else:
             known: Any = wavelengths
             frequencies = 1.0 / mx.array(known, dtype=mx.float32)

@@ -162,5 +162,6 @@ def sensitivity(
             specs = ["plain"] * layers
             one = f"rot{bits}{options}"
             specs[layer] = f"{one}-c+plain" if side == "keys" else f"plain+{one}"
-            found[side].append(max(0.0, float(measure(specs))))
+            loss = float(measure(specs))
+            found[side].append(0.0 if loss < 0 else loss)  # rounding
     return Sensitivity(found["keys"], found["values"], bits)
