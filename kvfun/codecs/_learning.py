@@ -36,7 +36,7 @@ def learns(codec: Codec) -> bool:
 def _learns(codec: Any) -> bool:
     if isinstance(codec, Centred):
         return not codec.frozen
-    return isinstance(codec, Rotated) and codec.log_scale
+    return isinstance(codec, Rotated) and codec.log_scale and not codec.frozen
 
 
 def has_learnt(codec: Codec) -> bool:
@@ -76,7 +76,7 @@ def calibrated(
 def with_statistics(
     codec: Codec, keys: mx.array, valid: mx.array, positions: mx.array, queries: mx.array
 ) -> Codec:
-    """The codec with what keys and queries of a prompt tell it; its mean is frozen.
+    """The codec with what keys and queries of a prompt tell it; all that it knows is frozen.
 
     Args:
         codec: one that has learnt its mean, with a codec of keys that asks for ``statistics``.
@@ -86,12 +86,15 @@ def with_statistics(
         queries: ``[batch, heads, L, head_dim]``, after RoPE.
     """
     centred = codec.keys
+    if isinstance(codec.values, Rotated):
+        codec = replace(codec, values=replace(codec.values, frozen=True))
     if isinstance(centred, Centred):
         left = keys.astype(mx.float32) - centred.mean_at(positions)
         inner = _with_statistics(centred.rotated, left, valid, queries)
         return replace(codec, keys=replace(centred, codec=inner, frozen=True))
     assert isinstance(centred, Rotated)
-    return replace(codec, keys=_with_statistics(centred, keys, valid, queries))
+    inner = _with_statistics(centred, keys, valid, queries)
+    return replace(codec, keys=replace(inner, frozen=True))
 
 
 def _with_statistics(codec: Rotated, keys: mx.array, valid: mx.array, queries: mx.array) -> Rotated:
@@ -178,7 +181,7 @@ NEUTRAL = {"mean": 0.0, "reference": 1.0}
 
 def _joined(codecs: Sequence[Any], batches: Sequence[int]) -> Any:
     first = codecs[0]
-    if isinstance(first, Centred):
+    if isinstance(first, Centred | Rotated):
         _alike(codecs)
     changes: dict[str, Any] = {}
     for name in getattr(first, "per_row", ()):
@@ -205,16 +208,16 @@ def _rows_of(parts: Sequence[mx.array], batches: Sequence[int]) -> mx.array:
     return mx.concatenate(spread)
 
 
-def _alike(codecs: Sequence[Centred]) -> None:
+def _alike(codecs: Sequence[Any]) -> None:
     first = codecs[0]
     for other in codecs[1:]:
-        ropes = first.rope, other.rope
-        if (ropes[0] is None) != (ropes[1] is None) or (
-            ropes[0] is not None and ropes[0].dims != ropes[1].dims  # pyright: ignore
-        ):
-            raise CodecError(f"cannot batch {first.spec} of different RoPEs")
         if first.frozen != other.frozen:
-            raise CodecError(f"cannot batch {first.spec} with a given mean and with a learnt one")
+            raise CodecError(
+                f"cannot batch {first.spec} with what was given and with what it learns"
+            )
+        ropes = [getattr(codec, "rope", None) for codec in (first, other)]
+        if len({None if rope is None else (rope.dims, rope.traditional) for rope in ropes}) > 1:
+            raise CodecError(f"cannot batch {first.spec} of different RoPEs")
 
 
 def _changed(codec: Any, change: Any) -> Any:
@@ -253,6 +256,8 @@ def learnt_arrays(codec: Codec) -> tuple[dict[str, mx.array], dict[str, bool]]:
             if each.frozen:
                 flags[f"{side}.frozen"] = True
             each = each.codec
+        elif isinstance(each, Rotated) and each.frozen:
+            flags[f"{side}.frozen"] = True
         if isinstance(each, Rotated):
             if each.reference is not None:
                 arrays[f"{side}.reference"] = each.reference
@@ -288,7 +293,7 @@ def _with_learnt(codec: Any, side: str, arrays: dict[str, Any], flags: dict[str,
             rope=rope,
             mean=arrays.get(f"{side}.mean"),
             frozen=flags.get(f"{side}.frozen", False),
-            codec=_with_learnt(codec.codec, side, arrays, flags),
+            codec=_with_learnt(codec.codec, side, arrays, {}),
         )
     if isinstance(codec, Rotated):
         pairs = {
@@ -296,5 +301,6 @@ def _with_learnt(codec: Any, side: str, arrays: dict[str, Any], flags: dict[str,
             for name in _PAIRS
             if f"{side}.{name}.0" in arrays and f"{side}.{name}.1" in arrays
         }
-        return replace(codec, reference=arrays.get(f"{side}.reference"), **pairs)
+        frozen = flags.get(f"{side}.frozen", False)
+        return replace(codec, reference=arrays.get(f"{side}.reference"), frozen=frozen, **pairs)
     return codec

@@ -48,8 +48,7 @@ def encode(scales: mx.array, reference: mx.array | float = 1.0) -> mx.array:
     near = mx.abs(distance) <= _NEAR / FINE
     outer = _NEAR + _DOUBLING * mx.log2(far / (_NEAR / FINE))
     steps = mx.round(mx.where(near, mx.abs(distance) * FINE, outer))
-    steps = mx.minimum(steps, _CENTRE - 2)
-    code = mx.where(distance < 0, _CENTRE - steps, _CENTRE + steps)
+    code = mx.clip(mx.where(distance < 0, _CENTRE - steps, _CENTRE + steps), 1, 254)
     other = mx.where(mx.isfinite(scales), 0.0, 255.0)
     return mx.where(positive, code, other).astype(mx.uint8)
 

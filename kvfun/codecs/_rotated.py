@@ -62,6 +62,7 @@ class Rotated:
         statistics: of a prompt, which :func:`kvfun.calibrate` takes: ``"ldlq"`` for ``feedback``,
             ``"bal"`` for a ``basis``.
         seed: of the signs.
+        frozen: what it is to know was given, and is not learnt.
 
     Raises:
         CodecError: an argument out of range.
@@ -81,6 +82,7 @@ class Rotated:
     trellis: bool = static(default=False)
     statistics: str | None = static(default=None)
     seed: int = static(default=42)
+    frozen: bool = static(default=False)
     reference: mx.array | None = None
     """``[batch, heads, 1, 1]``: scales are relative to it."""
     basis: tuple[mx.array, mx.array] | None = None
@@ -270,14 +272,13 @@ class Rotated:
     def _on_trellis(self, y: mx.array, energy: mx.array, rms: mx.array) -> tuple[Planes, mx.array]:
         """The path that is nearest in direction, of those of three scales."""
         (y,), energy, rms = self._flat(y), energy.squeeze(-1), rms.squeeze(-1)
-        unit, paths = y / rms, []
-        for factor in _TRELLIS_SCALES if self.search > 1 else (1.0,):
-            codes = _trellis.encode(unit / factor, self.bits)
-            tried = _trellis.decode(codes, self.bits, y.shape[-1])
-            along = mx.sum(unit * tried, axis=-1, keepdims=True)
-            found = along * mx.abs(along) / mx.sum(tried * tried, axis=-1, keepdims=True)
-            paths.append((found, codes, tried))
-        _, codes, tried = reduce(_better, paths)
+        scales = mx.array(_TRELLIS_SCALES if self.search > 1 else (1.0,))
+        unit = y / rms
+        codes = _trellis.encode(unit / scales.reshape(-1, *[1] * y.ndim), self.bits)
+        tried = _trellis.decode(codes, self.bits, y.shape[-1])
+        along = mx.sum(unit * tried, axis=-1, keepdims=True)
+        found = along * mx.abs(along) / mx.sum(tried * tried, axis=-1, keepdims=True)
+        _, codes, tried = reduce(_better, zip(found, codes, tried, strict=True))
         return (codes,), self._fitted(y, tried, energy, rms)[..., None]
 
     def _with_feedback(self, y: mx.array, rms: mx.array) -> tuple[Planes, mx.array]:
@@ -338,7 +339,7 @@ class Rotated:
             x: ``[batch, heads, tokens, dim]``.
             valid: bool ``[batch, 1, tokens, 1]``: which of them count.
         """
-        if not self.log_scale:
+        if not self.log_scale or self.frozen:
             return self
         y = self.enter(x)
         power = mx.mean(y * y, axis=-1, keepdims=True)

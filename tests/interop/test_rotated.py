@@ -153,7 +153,7 @@ def damaged(change):
         lambda said, part, planes: part["learnt"].append("keys.other"),
         lambda said, part, planes: part["learnt"].reverse(),
         lambda said, part, planes: part["flags"].update({"keys.traditional": 1}),
-        lambda said, part, planes: part["flags"].update({"values.frozen": True}),
+        lambda said, part, planes: part["flags"].update({"values.traditional": True}),
         lambda said, part, planes: [*planes[:-1], planes[-1][..., :0]],
         lambda said, part, planes: [*planes[:-1], planes[-1].astype(mx.float16)],
         lambda said, part, planes: part.pop("learnt") and None,
