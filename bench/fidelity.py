@@ -44,7 +44,7 @@ from kvfun.caches import Chain
 from kvfun.cli import _machine, _matmul, _model, _rows, _specs, _text
 from kvfun.cli._packages import cache_folder
 from kvfun.codecs import Codec, Sensitivity, sensitivity
-from kvfun.errors import StorageError
+from kvfun.errors import SpecError, StorageError
 from kvfun.interop.mlx_lm import KVFunCache, calibrated_prompt_cache, make_prompt_cache, measure
 
 REFERENCE = "f32"
@@ -210,7 +210,7 @@ class Bench:
                 self._count(hidden, start, min(stop, plan.length - 1), targets, sums)
         counted = plan.length - 1 - plan.first
         means = {name: mx.sum(mx.stack(parts), axis=0) for name, parts in sums.items() if parts}
-        numbers = {name: (total / counted).tolist() for name, total in means.items()}
+        numbers: dict[str, Any] = {n: (total / counted).tolist() for n, total in means.items()}
         if "copy" in means:
             numbers["copy"] = (means["copy"] / (plan.length - 1 - plan.copied)).tolist()
         bits = self.bits(spec, layers)
@@ -228,6 +228,11 @@ class Bench:
         match = ROW.fullmatch(spec)
         assert match is not None
         name, prompt = match["spec"], int(match["prompt"] or 0)
+        if prompt % self.plan.chunk or prompt > self.plan.first:
+            raise SpecError(
+                f"{spec!r}: a prompt is a multiple of {self.plan.chunk} tokens, and at most "
+                f"{self.plan.first}"
+            )
         layers = self._layers(name)
         if not layers and not prompt:
             row = _rows.row(name)
@@ -320,7 +325,7 @@ def table(results: Sequence[Result], baseline: str) -> str:
     """The rows as Markdown, by bits and then KL."""
     base = next((result.kl for result in results if result.spec == baseline), None)
     lines = [
-        f"| bits | bits@T | cache | KL | ± | KL / {baseline} | top-1 | ppl | copy NLL | prose / play |",
+        f"| bits | bits@T | cache | KL | ± | KL / {baseline} | top-1 | ppl | copy | prose / play |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for result in sorted(results, key=lambda each: (each.bits, np.mean(each.kl))):
@@ -417,7 +422,7 @@ def fast_products(model: Any) -> Iterator[str]:
 
 def main(arguments: Sequence[str] | None = None) -> list[Result]:
     """Run the bench."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--specs", default=",".join(DEFAULT_SPECS), help="rows, by commas")
     parser.add_argument("--passages", type=int, default=Plan.passages)
     parser.add_argument("--length", type=int, default=Plan.length, help="tokens of each text")

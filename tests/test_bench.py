@@ -121,3 +121,11 @@ def test_sides_take_turns(monkeypatch):
     laps = timing.race(sides, 3)
     assert "".join(ran) == "abcbcacab"
     assert all(0 <= lap.host <= lap.total for lap in laps.values())
+
+
+def test_rotated(bench):
+    options = ["--columns", "96", "--runs", "1", "--no-model"]
+    rows, _ = bench("rotated", *options, "--specs", "rot-k4v4,turbo-k8v3")
+    assert {row["spec"] for row in rows} == {"rot-k4v4", "rot-k4v4, rope", "turbo-k8v3"}
+    assert {row["set"] for row in rows} == {"default", "deferred", "dense", "uncomposed"}
+    assert all(row["speed"] > 0 for row in rows)

@@ -29,6 +29,7 @@ STATISTICS = ("ldlq", "bal")
 
 _SHORT_FITS = {"ls": "-ls", "norm": "-norm", "rms": "-rms", "unbiased": ""}
 _LARGEST = 65504.0
+_HUGE = 1e15
 _TRELLIS_SCALES = (0.92, 1.0, 1.08)
 
 
@@ -208,7 +209,7 @@ class Rotated:
         self, x: Float[mx.array, "batch heads tokens head_dim"], positions: object = None
     ) -> Planes:
         """Codes and scales."""
-        return self._encoded(self.enter(x), x.shape[-1])
+        return self._encoded(self.enter(_bounded(x)), x.shape[-1])
 
     def _encoded(self, y: mx.array, dim: int) -> Planes:
         group = self.group_size or dim
@@ -348,6 +349,12 @@ class Rotated:
         total = mx.sum(counts.astype(mx.float32), axis=2, keepdims=True)
         mean = mx.sum(octaves, axis=2, keepdims=True) / mx.maximum(total, 1.0)
         return replace(self, reference=mx.power(2.0, mean))
+
+
+def _bounded(x: mx.array) -> mx.array:
+    """Huge numbers cut off, so that their squares can be summed; NaN where one is not finite."""
+    x = x.astype(mx.float32)
+    return mx.where(mx.isfinite(x), mx.clip(x, -_HUGE, _HUGE), mx.nan)
 
 
 def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
