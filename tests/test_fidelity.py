@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 if not (ROOT / "bench").is_dir():
     pytest.skip("the benchmarks are not installed with kvfun", allow_module_level=True)
 
-PLAN = {"passages": 4, "copies": 2, "length": 64, "chunk": 16, "first": 24, "copied": 36}
+PLAN = {"passages": 4, "copies": 2, "length": 64, "chunk": 16, "first": 32, "copied": 40}
 
 
 @pytest.fixture
@@ -79,10 +79,10 @@ def by_hand(bench, spec):
     kl = (np.exp(right) * (right - other)).sum(axis=-1)
     same = right.argmax(axis=-1) == other.argmax(axis=-1)
     return {
-        "kl": kl[:4, 24:].mean(axis=1),
-        "nll": nll[:4, 24:].mean(axis=1),
-        "top1": same[:4, 24:].mean(axis=1),
-        "copy": nll[4:, 36:].mean(axis=1),
+        "kl": kl[:4, 32:].mean(axis=1),
+        "nll": nll[:4, 32:].mean(axis=1),
+        "top1": same[:4, 32:].mean(axis=1),
+        "copy": nll[4:, 40:].mean(axis=1),
     }
 
 
@@ -112,7 +112,7 @@ def test_the_reference_is_off_from_nothing(bench):
         ("rot-k4v4-log:raw_sinks=4", 4.125, 4),
         ("rot-k5v3", 4.25, 16),
         ("kv4-f16:residual=16:block=16:raw_sinks=4", 4.5, 4 + 28),
-        ("rot-k4v4-log@16", 4.125, 16),
+        ("rot-k4v4-log@32", 4.125, 16),
     ],
 )
 def test_bits_are_those_of_an_encoded_token_and_raw_ones_are_added(bench, spec, bits, raw):
@@ -123,15 +123,15 @@ def test_bits_are_those_of_an_encoded_token_and_raw_ones_are_added(bench, spec, 
 
 
 def test_prompts_and_layers(bench):
-    calibrated = bench.run("rot-k3v3-bal-log@16")
+    calibrated = bench.run("rot-k3v3-bal-log@32")
     assert len(calibrated.kl) == 4
     layered = bench.run("layers=3.0-log")
     assert len(layered.layers) == 2
     assert bench.known is not None
     assert layered.bits <= 3.0 + 8 / 64
-    both = bench.run("layers=2.5-tcq-bal-log@16")
+    both = bench.run("layers=2.5-tcq-bal-log@32")
     assert all("bal" in spec for spec in both.layers)
-    for spec in ("rot-k4v4-ldlq@8", "rot-k4v4-ldlq@32"):
+    for spec in ("rot-k4v4-ldlq@8", "rot-k4v4-ldlq@48"):
         with pytest.raises(SpecError, match="multiple of 16"):
             bench.run(spec)
 

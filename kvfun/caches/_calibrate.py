@@ -52,6 +52,8 @@ def calibrate(cache: KV | Chain, queries: verbs.Queries, spec: str | Codec) -> K
     _kv.fitting(layout, queries, "window")
     if part.codec.keys.spec == codec.keys.spec:
         raise CodecError(f"the cache is in {codec.spec} already, and nothing is encoded twice")
+    if not any(part.geometry.held(row) for row in part.geometry.rows):
+        raise CodecError(f"the prompt is too short for {codec.spec}: all of it stays raw")
     spans = ((0, part.geometry.used),)
     k, v = verbs.fetch_columns(part, spans)
     codec = _kv.learnt(codec, part, k, v)

@@ -161,6 +161,9 @@ def test_what_cannot_be_calibrated_says_why():
     made = kvfun.calibrate(cache, queries, "rot-k4v4-ldlq")
     with pytest.raises(CodecError, match="already"):
         kvfun.calibrate(made, queries, "rot-k4v4-ldlq")
+    short, *_, few = prompt(tokens=4)
+    with pytest.raises(CodecError, match="too short"):
+        kvfun.calibrate(short, few, "rot-k4v4-ldlq")
     for wrong in (queries[..., :32], queries[:, :5], queries[0]):
         with pytest.raises(ShapeError):
             kvfun.calibrate(cache, wrong, "rot-k4v4-ldlq")
