@@ -38,6 +38,8 @@ def measure(
             for start in range(0, tokens.shape[1], chunk):
                 logits = model(tokens[:, start : start + chunk], cache=caches)
                 logits = logits[:, max(0, skip - start) :].astype(mx.float32)
+                if not logits.shape[1]:
+                    continue
                 logits = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
                 mx.eval(logits)
                 found.append(logits)
