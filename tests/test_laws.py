@@ -43,6 +43,8 @@ TestLargeMachine.settings = settings(max_examples=max(5, settings().max_examples
 FAMILIES = ("plain", "bf16", "f16", "f32", "kv8", "kv4", "kv4-g32", "kv3", "kv5", "kv6", "kv2")
 FAMILIES += ("k8v4", "bf16+kv4", "kv4-pad", "mxfp8", "mxfp4", "nvfp4", "mxfp8+mxfp4")
 FAMILIES += ("bf16+nvfp4", "kv4+mxfp8", "mxfp8-pad", "nvfp4-pad")
+FAMILIES += ("rot-k4v4-s1", "rot-k5v2-g32-log-s1", "rot-k3v3-s1-rms", "rot-k8v4-s1", "kv8-f16-c")
+FAMILIES += ("rot3-tcq-log-s1+rot4", "turbo-k8v3", "turbo-k4v5", "turbo-k5v8", "bf16+turbo-v2")
 WINDOWS = {
     "full": {},
     "window": {"window": 4},
@@ -70,6 +72,9 @@ def test_all_laws_of_every_layout_and_family(spec, window):
     )
     quick = {name: law for name, law in LAWS.items() if name not in SLOW}
     check_laws(Recipe(spec, **WINDOWS[window]), case, quick)
+    if spec.startswith("rot-k"):  # raw first tokens teach it
+        learning = Recipe(spec, **WINDOWS[window], raw_sinks=4, residual=3, block=2)
+        check_laws(learning, case, quick)
 
 
 # -- another record: anyone's, with nothing but the verbs ----------------------------------------

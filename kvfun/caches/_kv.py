@@ -261,9 +261,15 @@ def _keys_at(cache: KV, columns: Sequence[tuple[int, int]]) -> tuple[Codec, Plan
     codec, keys = cache.codec, p.read(cache.keys, columns)
     if not getattr(codec.keys, "positional", False):
         return codec, keys
-    end = max(1, *[row.offset for row in cache.geometry.rows])
-    codec = replace(codec, keys=codec.keys.bound(end))  # pyright: ignore
-    return codec, (*keys, positions_of(cache.geometry, columns)[..., None])
+    geometry = cache.geometry
+    end = max(1, *[row.offset for row in geometry.rows])
+    runs = {
+        run for row in geometry.positions(columns) for run in (row if len(row) == 1 else (None,))
+    }
+    (run,) = runs if len(runs) == 1 else (None,)
+    known = None if run is None or run.start < 0 or run.stop > end else (run.start, run.stop)
+    codec = replace(codec, keys=codec.keys.bound(end, known))  # pyright: ignore
+    return codec, (*keys, positions_of(geometry, columns)[..., None])
 
 
 def positions_of(geometry: Geometry, columns: Sequence[tuple[int, int]]) -> mx.array:

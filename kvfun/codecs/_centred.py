@@ -180,14 +180,22 @@ class Centred:
         if self.rope is None:
             return mx.sum(queries * mean, axis=-1, keepdims=True)
         terms, constant = self.rope.product_terms(queries, mean)
-        angles = mx.concatenate(list(self._angles(planes[-1][..., 0])), axis=-1)
+        angles = None if self.tables is None else self.tables.of_run(planes[-1].shape[2])
+        if angles is None:
+            angles = mx.concatenate(list(self._angles(planes[-1][..., 0])), axis=-1)
+            angles = mx.contiguous(angles.swapaxes(-1, -2))  # the same product, bit for bit
         return _products(terms, angles) + constant
 
-    def bound(self, positions: int) -> Centred:
-        """With the angles of the positions below a number, where they are needed."""
+    def bound(self, positions: int, run: tuple[int, int] | None = None) -> Centred:
+        """With the angles of the positions below a number, where they are needed.
+
+        Args:
+            positions: all that are read are below.
+            run: those that are read, where they are one run.
+        """
         if not self.positional or self.rope is None:
             return self
-        return replace(self, tables=Tables.of(self.rope, positions))
+        return replace(self, tables=Tables.of(self.rope, positions, run))
 
     # -- what it learns ---------------------------------------------------------------------------
 
@@ -216,13 +224,14 @@ class Centred:
 
 
 def _products(terms: mx.array, angles: mx.array) -> mx.array:
-    """``[B, H, L, d]`` times ``[B or 1, 1, N, d]``: one product for all heads."""
+    """``[B, H, L, d]`` times ``[B, 1, d, N]`` or ``[d, N]``: one product for all heads."""
     batch, heads, queries, dims = terms.shape
-    if angles.shape[0] == 1:
-        flat = terms.reshape(1, 1, batch * heads * queries, dims)
+    if angles.ndim == 2 or angles.shape[0] == 1:
+        flat = terms.reshape(batch * heads * queries, dims)
+        products = flat @ angles.reshape(dims, angles.shape[-1])
     else:
-        flat = terms.reshape(batch, 1, heads * queries, dims)
-    return (flat @ angles.swapaxes(-1, -2)).reshape(batch, heads, queries, angles.shape[2])
+        products = terms.reshape(batch, 1, heads * queries, dims) @ angles
+    return products.reshape(batch, heads, queries, angles.shape[-1])
 
 
 def _positions_of(positions: Any, tokens: int) -> mx.array | None:

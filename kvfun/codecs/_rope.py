@@ -135,16 +135,37 @@ class Tables:
     """Angles of all positions up to some number, for a few sines only.
 
     Position ``FINE * i + j`` has the angle of ``coarse[i]`` plus that of ``fine[j]``.
+
+    Args:
+        coarse: of the first position of every block.
+        fine: of the places in a block.
+        run: the positions ``[start, stop)`` that are read, where they are one run in every row.
     """
 
     coarse: Angles
     fine: Angles
+    run: tuple[int, int] | None = static(default=None)
 
     @staticmethod
-    def of(rope: Rope, positions: int) -> Tables:
+    def of(rope: Rope, positions: int, run: tuple[int, int] | None = None) -> Tables:
         """Tables for the positions below a number."""
         blocks = max(1, -(-positions // FINE))
-        return Tables(rope.angles(mx.arange(blocks) * FINE), rope.angles(mx.arange(FINE)))
+        return Tables(rope.angles(mx.arange(blocks) * FINE), rope.angles(mx.arange(FINE)), run)
+
+    def of_run(self, positions: int) -> mx.array | None:
+        """Cosines, then sines, of the run, ``[dims, positions]``, if it has so many positions.
+
+        Without a look-up for each, and laid out for a product with rows of queries: which is what a
+        single query spends its time on.
+        """
+        start, stop = self.run or (0, 0)
+        if stop - start != positions or not positions:
+            return None
+        first, last = start // FINE, -(-stop // FINE)
+        coarse = [x[first:last].T[:, :, None] for x in self.coarse]
+        fine = [x.T[:, None] for x in self.fine]
+        both = [x.reshape(x.shape[0], -1) for x in _sum((*coarse,), (*fine,))]  # pyright: ignore
+        return mx.contiguous(mx.concatenate(both)[:, start - first * FINE : stop - first * FINE])
 
     def angles(self, positions: Int[mx.array, "..."]) -> Angles:
         """Those of every position; of negative ones, any."""

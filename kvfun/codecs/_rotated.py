@@ -99,6 +99,8 @@ class Rotated:
         _one_of("bits", self.bits, TRELLIS_BITS if self.trellis else _lloyd_max.BITS)
         _one_of("search", self.search, SEARCHES)
         _one_of("fit", self.fit, FITS)
+        if type(self.seed) is not int or not 0 < self.seed < 10_000:
+            raise CodecError(f"seed must be an integer from 1 to 9999, not {self.seed!r}")
         if self.group_size is not None:
             good = type(self.group_size) is int and self.group_size > 0 and not self.group_size % 16
             if not good:

@@ -21,6 +21,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import CodecError
+from ._lookup import lookup
 from ._trellis_tables import TABLES
 
 BITS = tuple(TABLES)
@@ -32,7 +33,7 @@ _BLOCK = 2048
 _FEW = 48
 """So many vectors take less time in few large operations than in many small ones."""
 _TOGETHER = {1: 4, 2: 4, 3: 4, 4: 2}
-"""How many numbers are looked up at once: a gather costs the same up to 8 bytes."""
+"""How many numbers are looked up at once: an entry may have up to 8 bytes."""
 
 
 def check(bits: int, dim: int) -> None:
@@ -88,7 +89,8 @@ def decode(words: mx.array, bits: int, dim: int, *, raw: bool = False) -> mx.arr
     check(bits, dim)
     if words.dtype != mx.uint32 or words.shape[-1] * 32 != dim * bits:
         raise CodecError(f"{words.dtype} {words.shape} are no {dim} numbers of {bits} bits")
-    numbers = _windows(bits)[_indices(words, bits)].view(mx.int16).astype(mx.float32)
+    found = lookup(_windows(bits), _indices(words, bits))
+    numbers = found.view(mx.int16).astype(mx.float32)
     return numbers if raw else numbers * STEP
 
 

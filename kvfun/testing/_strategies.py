@@ -21,7 +21,7 @@ SPECS = (
     *("kv2-g32", "k8v4", "k8v4-g32", "bf16+kv4-g32", "kv8-g32+f16", "kv4-pad", "kv3-pad"),
     *("mxfp8", "mxfp4", "nvfp4", "mxfp8+mxfp4", "bf16+nvfp4", "nvfp4-pad+kv4-g32"),
     *("rot-k4v4-s1", "rot-k3v2-g16-log-s5", "rot-k5v3-s5-ls", "rot4-log+kv4-g32", "kv8-g32-f16-c"),
-    *("rot-k8v4-g32-s5-norm", "rot2-tcq-log-s1"),
+    *("rot-k8v4-g32-s5-norm", "rot2-tcq-log-s1", "turbo-k8v3"),
 )
 """Specs of every family."""
 
