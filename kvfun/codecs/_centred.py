@@ -75,9 +75,11 @@ class Centred:
             raise CodecError(
                 f"{self.spec}: RoPE of {self.rope.dims} numbers for a head_dim of {head_dim}"
             )
-        if self.mean is not None and self.mean.shape[-1] != head_dim:
+        mean = self.mean
+        if mean is not None and (mean.ndim != 4 or mean.shape[2:] != (1, head_dim)):
             raise CodecError(
-                f"{self.spec}: its mean is for a head_dim of {self.mean.shape[-1]}, not {head_dim}"
+                f"{self.spec}: a mean is [batch, heads, 1, head_dim], not {mean.shape}, for a "
+                f"head_dim of {head_dim}"
             )
 
     def width(self, head_dim: int) -> int:
@@ -108,6 +110,8 @@ class Centred:
         x = x.astype(mx.float32)
         if self.mean is None:
             return x
+        if any(n not in (1, m) for n, m in zip(self.mean.shape[:2], x.shape[:2], strict=True)):
+            raise CodecError(f"{self.spec}: a mean {self.mean.shape} for vectors {x.shape}")
         at = _positions_of(positions, x.shape[2])
         return x - self._cut(self.mean_at(at), x.shape[-1])
 

@@ -201,6 +201,9 @@ def _joined(codecs: Sequence[Any], batches: Sequence[int]) -> Any:
 
 
 def _rows_of(parts: Sequence[mx.array], batches: Sequence[int]) -> mx.array:
+    shapes = {part.shape[1:] for part in parts}
+    if len(shapes) > 1:
+        raise CodecError(f"cannot batch codecs for vectors of other shapes: {sorted(shapes)}")
     spread = [
         mx.broadcast_to(part, (batch, *part.shape[1:]))
         for part, batch in zip(parts, batches, strict=True)
@@ -215,8 +218,9 @@ def _alike(codecs: Sequence[Any]) -> None:
             raise CodecError(
                 f"cannot batch {first.spec} with what was given and with what it learns"
             )
-        ropes = [getattr(codec, "rope", None) for codec in (first, other)]
-        if len({None if rope is None else (rope.dims, rope.traditional) for rope in ropes}) > 1:
+        # the only numbers that are looked at: other frequencies would decode to other keys
+        ropes = getattr(first, "rope", None), getattr(other, "rope", None)
+        if ropes[0] is not ropes[1] and not tree.equal(*ropes):
             raise CodecError(f"cannot batch {first.spec} of different RoPEs")
 
 
