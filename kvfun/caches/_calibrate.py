@@ -38,7 +38,7 @@ def calibrate(cache: KV | Chain, queries: verbs.Queries, spec: str | Codec) -> K
     References:
         Frantar et al., *GPTQ*, 2023; Chee et al., *QuIP*, 2023 (``ldlq``).
 
-    >>> import kvfun
+    >>> import kvfun, mlx.core as mx
     >>> k, q = mx.random.normal((1, 2, 90, 64)), mx.random.normal((1, 6, 90, 64))
     >>> prompt = kvfun.append(kvfun.empty("plain", raw_sinks=4), k, k)
     >>> calibrate(prompt, q, "rot-k3v3-ldlq").codec.spec

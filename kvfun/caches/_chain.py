@@ -114,7 +114,7 @@ def seal(cache: KV | Chain, spec: str | Codec | None = None) -> Chain:
     geometry = cache.geometry
     check_sealable(geometry)
     offsets = [row.offset for row in geometry.rows]
-    tail = KV((), (), codec, body_part(geometry.policy, offsets))
+    tail = KV((), (), _taught(codec, parts), body_part(geometry.policy, offsets))
     return Chain(parts, tail, geometry.policy)
 
 
@@ -201,6 +201,15 @@ def _learnt(codec: Codec, front: KV, offsets: Sequence[int]) -> Codec:
     ones, positions = mx.ones((1, 1, stop - start, 1), mx.bool_), mx.arange(start, stop)
     new = calibrated(codec, keys, values, ones, positions[None, None])
     return new if all(complete) else chosen(new, codec, mx.array(complete))
+
+
+def _taught(codec: Codec, parts: Sequence[KV]) -> Codec:
+    """The codec of all parts, with what the first of them that holds any tokens tells it."""
+    for part in parts:
+        if part.layout is not None and part.geometry.used:
+            columns = ((0, part.geometry.used),)
+            return _kv.learnt(codec, part, *verbs.fetch_columns(part, columns))
+    return codec
 
 
 def _put(
@@ -391,10 +400,11 @@ def _with_reserve(chain: Chain, tokens: int) -> Chain:
 @verbs.convert.register(Chain)
 def _convert(chain: Chain, spec: str | Codec) -> Chain:
     """What stays as it came stays: the front, and with ageing the tail."""
-    codec = Codec.of(spec)
-    if chain.front and chain.segments[0].layout is not None and not has_learnt(codec):
-        nothing = (0,) * _batch_size(chain)
-        codec = _learnt(codec, chain.segments[0], nothing)
+    codec = _kv.kept(chain.codec, Codec.of(spec))
+    if not chain.front:
+        codec = _taught(codec, chain.parts)
+    elif chain.segments[0].layout is not None and not has_learnt(codec):
+        codec = _learnt(codec, chain.segments[0], (0,) * _batch_size(chain))
     kept = {0} if chain.front else set()
     kept |= {len(chain.segments)} if chain.ageing is not None else set()
     return chain.with_parts(

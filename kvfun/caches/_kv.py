@@ -484,10 +484,10 @@ def _with_reserve(cache: KV, tokens: int) -> KV:
 def _convert(cache: KV, spec: str | Codec) -> KV:
     new, old, layout = Codec.of(spec), cache.codec, cache.layout
     if layout is None:
-        return replace(cache, codec=_kept(old, new))
+        return replace(cache, codec=kept(old, new))
     after, used = for_codec(layout, new), cache.geometry.used
     if not used:
-        codec = _kept(old, new)
+        codec = kept(old, new)
         keys, values = [
             planes if before is now else p.zeros(one, layout.batch, cache.geometry.capacity)
             for planes, before, now, one in zip(
@@ -501,7 +501,7 @@ def _convert(cache: KV, spec: str | Codec) -> KV:
         return replace(cache, keys=keys, values=values, codec=codec, layout=after)
     columns = ((0, used),)
     keys, values = _read(cache, columns)
-    codec = _kept(old, learnt(new, cache, keys, values))
+    codec = kept(old, learnt(new, cache, keys, values))
     positions = positions_of(cache.geometry, columns)[:, 0]
     relayout = Relayout.keeping(used, cache.geometry.capacity)
     sides = [
@@ -516,7 +516,7 @@ def _convert(cache: KV, spec: str | Codec) -> KV:
     return replace(cache, keys=sides[0], values=sides[1], codec=codec, layout=after)
 
 
-def _kept(old: Codec, new: Codec) -> Codec:
+def kept(old: Codec, new: Codec) -> Codec:
     """The new codec, but the old one of a side whose codec stays: what is encoded stays that."""
     sides = [
         have if have.spec == wanted.spec else wanted

@@ -108,7 +108,7 @@ class Sensitivity:
             allowed: as there.
 
         >>> Sensitivity((0.01, 0.001), (0.002, 0.001)).specs(3.5)
-        ['rot-k5v4-log', 'rot-k3v2-log']
+        ['rot-k5v3-log', 'rot-k3v3-log']
         """
         chosen = self.bits_for(budget, allowed)
         plain = options.replace("-tcq", "", 1)

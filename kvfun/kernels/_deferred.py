@@ -17,7 +17,7 @@ from ..record import record
 from ._committed import committed
 from ._composed import COMPOSED
 from ._fused import FUSED
-from ._masks import check_codec
+from ._masks import check_codec, sizes_of
 from ._merge import Partial
 from ._scores import after, decode, fold, mix, scores, tile_columns, tiles, wide, working_dtype
 from ._tiled import TILED, Kernel
@@ -61,10 +61,11 @@ def deferred(kernel: Kernel) -> Kernel:
 
     def reading(queries: mx.array, keys: Planes, values: Planes, codec: Codec, **rest: Any) -> Any:
         check_codec("deferred", codec)
+        sizes_of(queries, keys)
         inner, asked = Codec(_stored(codec.keys, queried=True), _stored(codec.values)), queries
         if isinstance(inner.keys, Stored) and isinstance(inner.keys.rotated, Rotated):
             asked = _by_head(inner.keys.rotated.enter_queries, queries, keys[0].shape[1])
-            asked = asked.astype(working_dtype(queries.dtype))
+        asked = asked.astype(working_dtype(queries.dtype))  # not rounded before it is turned back
         out = kernel(asked, keys, values, inner, **rest)
         whole, lse = out if isinstance(out, Partial) else (out, None)
         if isinstance(inner.values, Stored):
@@ -89,9 +90,14 @@ def _tiles(codec: Stored, planes: Planes, like: mx.array, done: list) -> Iterato
         yield after(tile, *done[-1:])
 
 
-def _numbers(codec: Rotated | TurboValues, tile: Planes) -> tuple[mx.array, mx.array | None]:
-    """Decoded but for one scale a vector, or decoded."""
-    if isinstance(codec, Rotated):
+def _numbers(
+    codec: Rotated | TurboValues, tile: Planes, dtype: mx.Dtype
+) -> tuple[mx.array, mx.array | None]:
+    """Decoded but for one scale a vector, or decoded.
+
+    Products with whole numbers are beyond float16, and the scales that belong to them too small.
+    """
+    if isinstance(codec, Rotated) and dtype != mx.float16:
         numbers, scales = codec.codes_and_scales(tile)
         if scales.shape[-1] == 1:
             return numbers, scales.squeeze(-1)[:, :, None]
@@ -104,7 +110,7 @@ def _(codec: Stored, queries: mx.array, planes: Planes) -> mx.array:
     stored = codec.codec.of_codec(planes) if isinstance(codec.codec, Centred) else planes
     parts: list[mx.array] = []
     for tile in _tiles(codec, stored, queries, parts):
-        numbers, scale = _numbers(inner, tile)
+        numbers, scale = _numbers(inner, tile, queries.dtype)
         part = queries @ numbers.astype(queries.dtype).swapaxes(-1, -2)
         parts.append(part if scale is None else part * scale.astype(part.dtype))
     found = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
@@ -145,7 +151,7 @@ def _(codec: Stored, weights: mx.array, planes: Planes) -> mx.array:
         return mix.dispatch(object)(codec, weights, planes)
     for tile in _tiles(codec, planes, weights, parts):
         stop = start + tile[0].shape[2]
-        numbers, scale = _numbers(inner, tile)
+        numbers, scale = _numbers(inner, tile, weights.dtype)
         part = weights[..., start:stop]
         part = part if scale is None else part * scale.astype(part.dtype)
         part = part @ numbers.astype(part.dtype)
@@ -159,6 +165,8 @@ def densely(kernel: Kernel) -> Kernel:
 
     def reading(queries: mx.array, keys: Planes, values: Planes, codec: Codec, **rest: Any) -> Any:
         check_codec("dense", codec)
+        if not keys[0].shape[2]:
+            return kernel(queries, keys, values, codec, **rest)
         dtype = wide(queries).dtype
         k, v = decode(codec.keys, keys, dtype), decode(codec.values, values, dtype)
         out = kernel(wide(queries), (k,), (v,), _PLAIN, **rest)
