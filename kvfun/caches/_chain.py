@@ -400,11 +400,14 @@ def _with_reserve(chain: Chain, tokens: int) -> Chain:
 @verbs.convert.register(Chain)
 def _convert(chain: Chain, spec: str | Codec) -> Chain:
     """What stays as it came stays: the front, and with ageing the tail."""
+    live = chain.tail if chain.ageing is None else chain.segments[-1]
     codec = _kv.kept(chain.codec, Codec.of(spec))
     if not chain.front:
         codec = _taught(codec, chain.parts)
     elif chain.segments[0].layout is not None and not has_learnt(codec):
         codec = _learnt(codec, chain.segments[0], (0,) * _batch_size(chain))
+    if live.geometry.used:  # what is encoded in it stays, and so does what new tokens go by
+        codec = _kv.kept(chain.codec, codec)
     kept = {0} if chain.front else set()
     kept |= {len(chain.segments)} if chain.ageing is not None else set()
     return chain.with_parts(

@@ -484,10 +484,10 @@ def _with_reserve(cache: KV, tokens: int) -> KV:
 def _convert(cache: KV, spec: str | Codec) -> KV:
     new, old, layout = Codec.of(spec), cache.codec, cache.layout
     if layout is None:
-        return replace(cache, codec=kept(old, new))
+        return replace(cache, codec=new if has_learnt(new) else kept(old, new))
     after, used = for_codec(layout, new), cache.geometry.used
     if not used:
-        codec = kept(old, new)
+        codec = new if has_learnt(new) else kept(old, new)
         keys, values = [
             planes if before is now else p.zeros(one, layout.batch, cache.geometry.capacity)
             for planes, before, now, one in zip(

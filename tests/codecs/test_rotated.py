@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 
 from kvfun import tree
-from kvfun.codecs import Codec, Rotated, VectorCodec, parse
+from kvfun.codecs import Codec, Rotated, VectorCodec, _trellis, parse
 from kvfun.codecs._hadamard import hadamard, signs
-from kvfun.codecs._lloyd_max import magnitudes
+from kvfun.codecs._lloyd_max import boundaries, magnitudes
 from kvfun.codecs._log_scale import factors
-from kvfun.codecs._rotated import FITS, SEARCHES
+from kvfun.codecs._rotated import FITS, SEARCHES, _index
 from kvfun.errors import CodecError
 from kvfun.record import replace
 
@@ -82,7 +82,7 @@ def check_is_the_models(codec: Rotated, x: mx.array) -> float:
     y = in_groups(codec, turned(f64(x), codec.seed))
     codes = in_groups(codec, stored_codes(codec, planes))
     table = np.array(magnitudes(codec.bits))
-    boundaries = (table[1:] + table[:-1]) / 2
+    midway = (table[1:] + table[:-1]) / 2
     rms = np.sqrt((y * y).mean(-1, keepdims=True))
     unit = np.abs(y) / np.where(rms > 0, rms, 1)
     signs_agree = (codes < 0) == (y < 0)
@@ -91,11 +91,11 @@ def check_is_the_models(codec: Rotated, x: mx.array) -> float:
     sizes = np.where(codes < 0, -1 - codes, codes)
     scores, agree, same = [], [], []
     for factor in TRIED[codec.search]:
-        index = np.searchsorted(boundaries * factor, unit, side="left")
+        index = np.searchsorted(midway * factor, unit, side="left")
         tried = table[index]
         scores.append((unit * tried).sum(-1) ** 2 / (tried * tried).sum(-1))
-        low = np.searchsorted(boundaries * factor, unit - rounding, side="left")
-        high = np.searchsorted(boundaries * factor, unit + rounding, side="left")
+        low = np.searchsorted(midway * factor, unit - rounding, side="left")
+        high = np.searchsorted(midway * factor, unit + rounding, side="left")
         agree.append(((low <= sizes) & (sizes <= high)).all(-1))
         same.append((index == sizes).all(-1))
     scores, agree, same = map(np.stack, (scores, agree, same))
@@ -145,6 +145,40 @@ def test_codes_are_the_models_own_where_nothing_is_close(bits, search, dim):
     assert check_is_the_models(codec, x) > 0.97
 
 
+@pytest.mark.parametrize("bits", BITS)
+def test_a_number_midway_between_two_is_the_smaller(bits):
+    edges = np.array(boundaries(bits), np.float32)
+    for scale in (1.0, 0.5, 4.0):
+        beyond = np.nextafter(edges * np.float32(scale), np.float32(np.inf))
+        on, above = [
+            np.array(_index(mx.array(x), scale, bits)) for x in (edges * np.float32(scale), beyond)
+        ]
+        assert on.tolist() == list(range(len(edges)))
+        assert above.tolist() == list(range(1, len(edges) + 1))
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+@pytest.mark.parametrize("bits", [2, 3])
+def test_paths_on_a_trellis_are_the_nearest_in_direction_of_three_scales(bits, search):
+    codec, x = Rotated(bits, trellis=True, search=search), vectors(bits, 1, 2, 60, 64)
+    words, scales = codec.encode(x)
+    unit = turned(f64(x))
+    unit /= np.sqrt((unit**2).mean(-1, keepdims=True))
+    found, wins = [], []
+    for factor in (0.92, 1.0, 1.08) if search > 1 else (1.0,):
+        path = _trellis.encode(mx.array((unit / factor).astype(np.float32)), bits)
+        tried = f64(_trellis.decode(path, bits, 64))
+        found.append((unit * tried).sum(-1) / np.linalg.norm(tried, axis=-1))
+        wins.append((np.array(path) == np.array(words)).all(-1))
+    best = np.stack(found).argmax(0)
+    assert np.take_along_axis(np.stack(wins), best[None], 0).mean() > 0.98
+    assert (np.stack(wins).sum(0) >= 1).mean() > 0.98
+    if search > 1:
+        assert {*best.ravel().tolist()} == {0, 1, 2}
+    along = (turned(f64(x)) * f64(_trellis.decode(words, bits, 64))).sum(-1)
+    assert f64(scales)[..., 0] == pytest.approx((f64(x) ** 2).sum(-1) / along, rel=1e-3)
+
+
 @given(
     bits=st.sampled_from(BITS),
     group=st.sampled_from([None, 32]),
@@ -171,7 +205,8 @@ def test_decoded_numbers_are_centroids_times_scales_turned_back(bits, group, log
 
 EVERY = [
     pytest.param(Rotated(bits, group, log_scale=log), dim, id=f"{bits}-{group}-{dim}-{log}")
-    for bits, group, dim, log in product(BITS, (None, 16), DIMS, (False, True))
+    for bits, dim in product(BITS, DIMS)
+    for group, log in ((None, False), (16, False), (None, True))
 ]
 EVERY += [
     pytest.param(Rotated(bits, trellis=True, log_scale=log), dim, id=f"tcq{bits}-{dim}-{log}")
@@ -511,6 +546,7 @@ def test_zeros_are_zeros(spec):
     for zero, dtype in product((0.0, -0.0), FLOATS):
         planes = codec.encode(mx.full((1, 2, 3, 64), zero).astype(dtype))
         assert not planes[-1].any()
+        assert codec.trellis or not any(plane.any() for plane in planes)
         assert (f64(codec.decode(planes)) == 0).all()
         assert (f64(codec.decode_stored(planes)) == 0).all()
 
