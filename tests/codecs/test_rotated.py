@@ -606,6 +606,15 @@ def test_finite_numbers_come_back_as_finite_numbers(spec, dtype):
         assert (decoded <= 4 * sqrt(64) * np.maximum(largest, 1e-4)).all()
 
 
+def test_a_scale_in_float16_ends_with_its_largest_number():
+    x = vectors(0, 1, 1, 5, 64)
+    x = x / mx.sqrt(mx.mean(x * x, axis=-1, keepdims=True))
+    for codec in (Rotated(4), Rotated(3, 32), Rotated(2, trellis=True)):
+        for size in (3e5, 1e10, 1e30):
+            assert (f64(codec.encode(x * size)[-1]) == 65504).all()
+        assert (f64(codec.encode(x * 3e4)[-1]) < 6e4).all()
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("spec", SPECS)
 def test_what_is_not_finite_comes_back_as_nan_and_harms_no_other(spec, bad):

@@ -14,7 +14,6 @@ from kvfun.codecs import (
     Affine,
     Centred,
     Codec,
-    Plain,
     Rope,
     Rotated,
     TurboKeys,
@@ -258,9 +257,8 @@ def test_deferred_is_eager_within_the_noise_of_bfloat16(as_on_a_gpu):
         outs = [wide(case.run(kernels["decode"])) for kernels in (DEFERRED, DENSE)]
         wanted = dense.attention(case.queries, case.k, case.v, case.scale)
         size = np.linalg.norm(wanted)
-        assert np.linalg.norm(outs[0] - outs[1]) / size < 1.5e-2
-        errors = [np.linalg.norm(out - wanted) / size for out in outs]
-        assert errors[0] < max(2 * errors[1], 5e-3)
+        assert np.linalg.norm(outs[0] - outs[1]) / size < 5e-3
+        assert all(np.linalg.norm(out - wanted) / size < 5e-3 for out in outs)
 
 
 # -- one query after another, and parts -----------------------------------------------------------
@@ -414,10 +412,7 @@ def test_other_codecs_are_errors(name, phase):
         (None, "None"),
         (Rotated(4), r"Rotated\("),
         (Codec(Affine(4), None), r"Affine\(bits=4.*, None"),
-        (Codec(Rotated(4), Plain), "Plain"),
     ):
-        if named == "Plain":
-            continue
         case.codec = codec
         words = rf"(deferred|dense|unfused|tiled|composed) kernel.*not by .*{named}"
         with pytest.raises(CodecError, match=words):
