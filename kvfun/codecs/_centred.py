@@ -108,12 +108,10 @@ class Centred:
     def without_mean(self, x: mx.array, positions: Any = None) -> mx.array:
         """Keys less their mean, float32."""
         x = x.astype(mx.float32)
-        if self.mean is None:
-            return x
-        if any(n not in (1, m) for n, m in zip(self.mean.shape[:2], x.shape[:2], strict=True)):
-            raise CodecError(f"{self.spec}: a mean {self.mean.shape} for vectors {x.shape}")
-        at = _positions_of(positions, x.shape[2])
-        return x - self._cut(self.mean_at(at), x.shape[-1])
+        mean = self.mean_at(_positions_of(positions, x.shape[2]))
+        if any(n not in (1, m) for n, m in zip(mean.shape[:2], x.shape[:2], strict=True)):
+            raise CodecError(f"{self.spec}: a mean {mean.shape} for vectors {x.shape}")
+        return x - mean
 
     def decode(self, planes: Planes) -> mx.array:
         """Whole keys, float32; where they are positional the last plane has the positions."""
@@ -121,11 +119,10 @@ class Centred:
 
     def decode_stored(self, planes: Planes) -> mx.array:
         """The same in the coordinates of the codec inside."""
-        inner = self.rotated
-        keys = inner.decode_stored(self.of_codec(planes))
+        keys = self.rotated.decode_stored(self.of_codec(planes))
         if self.mean is None:
             return keys
-        return keys + inner.enter(self.mean_at(planes[-1][..., 0] if self.positional else None))
+        return keys + self.rotated.enter(self.mean_at(self._positions(planes)))
 
     @property
     def rotated(self) -> Rotated:
@@ -144,17 +141,20 @@ class Centred:
 
     def with_mean(self, x: mx.array, planes: Planes) -> mx.array:
         """Decoded vectors with the mean again."""
-        if self.mean is None:
-            return x
-        at = planes[-1][..., 0] if self.positional else None
-        mean = self.mean_at(at)
-        return x + mx.pad(mean, [(0, 0)] * 3 + [(0, x.shape[-1] - mean.shape[-1])])
+        mean = self.mean_at(self._positions(planes))
+        if mean.shape[-1] > 1:  # what is filled up has none
+            mean = mx.pad(mean, [(0, 0)] * 3 + [(0, x.shape[-1] - mean.shape[-1])])
+        return x + mean
 
-    def _cut(self, mean: mx.array, dim: int) -> mx.array:
-        return mean[..., :dim]
+    def _positions(self, planes: Planes) -> mx.array | None:
+        return planes[-1][..., 0] if self.positional else None
 
     def mean_at(self, positions: mx.array | None) -> mx.array:
-        """The mean at ``[batch or 1, 1, tokens]``, ``[batch, heads, tokens or 1, dim]``."""
+        """The mean at ``[batch or 1, 1, tokens]``, ``[batch, heads, tokens or 1, dim]``.
+
+        Not to have one is to have zero: a row that has learnt nothing is the same alone as beside
+        one that has, down to the signs of zeros.
+        """
         if self.mean is None:
             return mx.zeros((1, 1, 1, 1))
         if self.rope is None or positions is None:

@@ -112,11 +112,6 @@ class Handle:
         return bool(self.sealed) or self.reference.schedule.ages
 
     @property
-    def learns(self) -> bool:
-        """Whether a codec learns from tokens."""
-        return any(learns(Codec.of(spec)) for spec in self.stored)
-
-    @property
     def floor(self) -> int:
         """The offset below which no row can be rolled back."""
         return self.reference.visibility.sinks if self.sealed else 0
@@ -222,8 +217,6 @@ class World:
         if isinstance(verb, Seal):
             fits = all(handle.sealable and handle.has_tail for handle in alike)
             return verb if fits else Append(0)
-        if isinstance(verb, Join) and any(handle.sealed and handle.learns for handle in alike):
-            return Append(0)  # not modelled: parts of the new rows learn from other tokens
         return resolve(verb, *[handle.cache for handle in alike])
 
     def exactly(self, handle: Handle, verb: Verb) -> Handle:
