@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..codecs import Centred, Codec, Rotated, with_statistics
+from ..codecs import Codec, statistics_of, with_statistics
 from ..errors import CodecError, ShapeError
 from . import _kv
 from . import _verbs as verbs
@@ -45,8 +45,7 @@ def calibrate(cache: KV | Chain, queries: verbs.Queries, spec: str | Codec) -> K
     'rot-k3v3-ldlq'
     """
     codec, part = Codec.of(spec), _encoded(cache)
-    keys = codec.keys.codec if isinstance(codec.keys, Centred) else codec.keys
-    if not isinstance(keys, Rotated) or keys.statistics is None:
+    if statistics_of(codec) is None:
         raise CodecError(f"{codec.spec} has no use for queries; rot-k4v4-ldlq and -bal have")
     layout = _kv.filled(part, "calibrate")
     _kv.fitting(layout, queries, "window")
@@ -54,8 +53,7 @@ def calibrate(cache: KV | Chain, queries: verbs.Queries, spec: str | Codec) -> K
         raise CodecError(f"the cache is in {codec.spec} already, and nothing is encoded twice")
     if not any(part.geometry.held(row) for row in part.geometry.rows):
         raise CodecError(f"the prompt is too short for {codec.spec}: all of it stays raw")
-    spans = ((0, part.geometry.used),)
-    k, v = verbs.fetch_columns(part, spans)
+    k, v = verbs.fetch_columns(part, ((0, part.geometry.used),))
     codec = _kv.learnt(codec, part, k, v)
     valid, positions = _kv.learnt_from_columns(part.geometry, k.shape[2])
     codec = with_statistics(codec, k, valid, positions, queries)

@@ -261,21 +261,25 @@ def _keys_at(cache: KV, columns: Sequence[tuple[int, int]]) -> tuple[Codec, Plan
     codec, keys = cache.codec, p.read(cache.keys, columns)
     if not getattr(codec.keys, "positional", False):
         return codec, keys
-    geometry = cache.geometry
-    end = max(1, *[row.offset for row in geometry.rows])
-    runs = {
-        run for row in geometry.positions(columns) for run in (row if len(row) == 1 else (None,))
-    }
-    (run,) = runs if len(runs) == 1 else (None,)
-    known = None if run is None or run.start < 0 or run.stop > end else (run.start, run.stop)
-    codec = replace(codec, keys=codec.keys.bound(end, known))  # pyright: ignore
-    return codec, (*keys, positions_of(geometry, columns)[..., None])
+    runs = cache.geometry.positions(columns)
+    end = max(1, *[row.offset for row in cache.geometry.rows])
+    first, *others = runs
+    run = None
+    if len(first) == 1 and all(row == first for row in others):
+        (one,) = first
+        run = (one.start, one.stop) if one.start >= 0 and one.stop <= end else None
+    codec = replace(codec, keys=codec.keys.bound(end, run))  # pyright: ignore
+    return codec, (*keys, _as_array(runs)[..., None])
 
 
 def positions_of(geometry: Geometry, columns: Sequence[tuple[int, int]]) -> mx.array:
     """The positions that columns are for, ``int32 [batch or 1, 1, columns]``."""
+    return _as_array(geometry.positions(columns))
+
+
+def _as_array(positions: Sequence[Sequence[range]]) -> mx.array:
     rows = []
-    for runs in geometry.positions(columns):
+    for runs in positions:
         parts = [mx.arange(run.start, run.stop, dtype=mx.int32) for run in runs]
         rows.append(parts[0] if len(parts) == 1 else mx.concatenate(parts or [mx.zeros(0)]))
     return mx.stack(rows)[:, None].astype(mx.int32)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -119,19 +119,16 @@ KEY_SHRINKAGE = 0.1
 def chosen(codec: Codec, old: Codec, rows: mx.array) -> Codec:
     """What ``codec`` has learnt if ``rows`` (bool ``[batch]``) is true, else what ``old`` has."""
 
-    def pick(new: mx.array, before: mx.array | None, neutral: float) -> mx.array:
-        before = mx.full(1, neutral) if before is None else before
+    def pick(new: mx.array, before: mx.array) -> mx.array:
         return mx.where(rows.reshape(-1, *[1] * (new.ndim - 1)), new, before)
 
-    def side(new: Any, before: Any) -> Any:
-        if isinstance(new, Centred) and new.mean is not None:
-            mean = new.mean if new.frozen else pick(new.mean, before.mean, 0.0)
-            return replace(new, mean=mean, codec=side(new.codec, before.codec))
-        if isinstance(new, Rotated) and new.reference is not None:
-            return replace(new, reference=pick(new.reference, before.reference, 1.0))
-        return new
+    return _together([codec, old], pick)
 
-    return Codec(side(codec.keys, old.keys), side(codec.values, old.values))
+
+def statistics_of(codec: Codec) -> str | None:
+    """Which statistics of a prompt the codec has to know: ``"ldlq"``, ``"bal"`` or none."""
+    keys = codec.keys.codec if isinstance(codec.keys, Centred) else codec.keys
+    return keys.statistics if isinstance(keys, Rotated) else None
 
 
 def unlearnt(codec: Any) -> Any:
@@ -169,34 +166,38 @@ def joined(codecs: Sequence[Codec], batches: Sequence[int]) -> Codec:
     Raises:
         CodecError: some were calibrated, others not, or for different RoPEs.
     """
-    sides = [
-        _joined([getattr(codec, side) for codec in codecs], batches) for side in ("keys", "values")
-    ]
-    return Codec(*sides)
+    for side in ("keys", "values"):
+        _alike([getattr(codec, side) for codec in codecs])
+    return _together(codecs, lambda *parts: _rows_of(parts, batches))
 
 
 NEUTRAL = {"mean": 0.0, "reference": 1.0}
 """What is the same as not to have learnt anything."""
 
 
-def _joined(codecs: Sequence[Any], batches: Sequence[int]) -> Any:
+def _together(codecs: Sequence[Any], combine: Callable[..., mx.array]) -> Any:
+    """The first of codecs of one spec, with what they have learnt combined, array by array.
+
+    Raises:
+        CodecError: one has what another lacks, and there is nothing that is the same as to lack it.
+    """
     first = codecs[0]
-    if isinstance(first, Centred | Rotated):
-        _alike(codecs)
-    changes: dict[str, Any] = {}
+    changes = {
+        name: _together([getattr(codec, name) for codec in codecs], combine)
+        for name, inside in (("keys", Codec), ("values", Codec), ("codec", Centred))
+        if isinstance(first, inside)
+    }
     for name in getattr(first, "per_row", ()):
         values = [getattr(codec, name) for codec in codecs]
-        if all(value is None for value in values):
+        known = next((value for value in values if value is not None), None)
+        if known is None:
             continue
         if any(value is None for value in values):
             if name not in NEUTRAL:
                 raise CodecError(f"cannot batch {first.spec} with and without a {name}")
-            like = next(value for value in values if value is not None)
-            neutral = mx.full((1, *like.shape[1:]), NEUTRAL[name], like.dtype)
+            neutral = mx.full((1, *known.shape[1:]), NEUTRAL[name], known.dtype)
             values = [neutral if value is None else value for value in values]
-        changes[name] = tree.map(lambda *parts: _rows_of(parts, batches), *values)
-    if isinstance(getattr(first, "codec", None), Rotated):
-        changes["codec"] = _joined([codec.codec for codec in codecs], batches)
+        changes[name] = tree.map(combine, *values)
     return replace(first, **changes) if changes else first
 
 
@@ -212,7 +213,10 @@ def _rows_of(parts: Sequence[mx.array], batches: Sequence[int]) -> mx.array:
 
 
 def _alike(codecs: Sequence[Any]) -> None:
+    """Raise ``CodecError`` where codecs of one side go by what cannot be different rows'."""
     first = codecs[0]
+    if not isinstance(first, Centred | Rotated):
+        return
     for other in codecs[1:]:
         if first.frozen != other.frozen:
             raise CodecError(

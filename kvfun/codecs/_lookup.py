@@ -1,6 +1,10 @@
-"""Looking numbers up in a table, as fast as MLX can."""
+"""Numbers to table entries and back, as fast as MLX can."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import reduce
+from operator import add
 
 import mlx.core as mx
 
@@ -13,3 +17,9 @@ def lookup(table: mx.array, index: mx.array) -> mx.array:
     """
     flat = index.reshape(index.size)
     return mx.take_along_axis(table, flat, axis=0).reshape(index.shape)
+
+
+def rank(x: mx.array, boundaries: Iterable[mx.array | float]) -> mx.array:
+    """How many of the boundaries, one at least, are below each number; ``uint8``."""
+    first, *others = [(x > boundary).view(mx.uint8) for boundary in boundaries]
+    return reduce(add, others, first)

@@ -23,21 +23,8 @@ def pack(magnitudes: mx.array, negative: mx.array, bits: int) -> Planes:
     """Planes of bytes from magnitudes (``uint8``, below ``2**(bits-1)``) and signs (bool)."""
     sign = negative.view(mx.uint8)
     if bits in (2, 4):
-        return (_fields(magnitudes | (sign << (bits - 1)), bits),)
-    return _fields(magnitudes, bits - 1), _fields(sign, 1)
-
-
-def _fields(x: mx.array, bits: int) -> mx.array:
-    """``[..., n]`` numbers of so many bits as bytes ``[..., n * bits / 8]``, the first one lowest.
-
-    All numbers of a byte are moved at once, as parts of one word.
-    """
-    count = 8 // bits
-    word, done = x.view({2: mx.uint16, 4: mx.uint32, 8: mx.uint64}[count]), 1
-    while done < count:
-        word = word | (word >> ((8 - bits) * done))
-        done *= 2
-    return word.astype(mx.uint8)
+        return (packed(magnitudes | (sign << (bits - 1)), bits),)
+    return packed(magnitudes, bits - 1), packed(sign, 1)
 
 
 def unpack(planes: Planes, bits: int, halves: tuple[int, ...]) -> mx.array:
@@ -73,3 +60,48 @@ def _words(bits: int, halves: tuple[int, ...]) -> mx.array:
         for i in range(2 ** (8 + count))
     ]
     return mx.array(rows, dtype=mx.int16)
+
+
+# -- streams of bits -------------------------------------------------------------------------------
+
+
+def packed(x: mx.array, bits: int) -> mx.array:
+    """``uint8 [..., n]`` below ``2**bits`` to bytes ``[..., n * bits / 8]``: a stream of bits.
+
+    Eight numbers are one word, in which pairs, then fours, then all are pushed together.
+    """
+    if bits == 8:
+        return x
+    words, count = x.view(mx.uint64), 1
+    while count < 8:
+        low, high, shift = _pairs(bits, count)
+        words, count = (words & low) | ((words & high) >> shift), 2 * count
+    used = mx.unflatten(words.view(mx.uint8), -1, (words.shape[-1], 8))[..., :bits]
+    return mx.flatten(used, -2, -1)
+
+
+def fields(stream: mx.array, bits: int, together: int) -> mx.array:
+    """The inverse of :func:`packed`, with so many numbers in an element of the result."""
+    if bits * together == 8:
+        return stream
+    if bits in (2, 4):
+        words = stream.view(mx.uint16 if bits == 2 else mx.uint32).astype(mx.uint64)
+    else:
+        words = mx.unflatten(stream, -1, (stream.shape[-1] // bits, bits))
+        words = mx.pad(words, [(0, 0)] * (words.ndim - 1) + [(0, 8 - bits)])
+        words = words.view(mx.uint64).squeeze(-1)
+    count = 4
+    while count >= together:
+        low, high, shift = _pairs(bits, count)
+        words, count = (words & low) | ((words << shift) & high), count // 2
+    return words.view({1: mx.uint8, 2: mx.uint16, 4: mx.uint32}[together])
+
+
+def _pairs(bits: int, count: int) -> tuple[int, int, int]:
+    """Where the even and the odd ones of runs of so many numbers are, spread over a word.
+
+    And how far the odd ones are from the even ones beside them.
+    """
+    run, size = (1 << bits * count) - 1, 8 * count
+    low = sum(run << at for at in range(0, 64, 2 * size))
+    return low, low << size, size - bits * count

@@ -79,10 +79,13 @@ class Rope:
         An angle that were computed at once would differ from theirs by the rounding of a large
         number, and what an encoder takes away with one must come back with the other.
         """
-        at = mx.maximum(positions, 0)[..., None]
-        coarse = (at // FINE * FINE).astype(mx.float32) * self.frequencies
-        fine = (at % FINE).astype(mx.float32) * self.frequencies
-        return _sum((mx.cos(coarse), mx.sin(coarse)), (mx.cos(fine), mx.sin(fine)))
+        at = mx.maximum(positions, 0)
+        return _sum(self.direct(at // FINE * FINE), self.direct(at % FINE))
+
+    def direct(self, positions: Int[mx.array, "..."]) -> Angles:
+        """Cosines and sines, each computed at once."""
+        at = positions[..., None].astype(mx.float32) * self.frequencies
+        return mx.cos(at), mx.sin(at)
 
     def rotated(self, x: Float[mx.array, "... dim"], angles: Angles) -> mx.array:
         """Vectors at other positions than 0, or moved on by angles."""
@@ -150,7 +153,7 @@ class Tables:
     def of(rope: Rope, positions: int, run: tuple[int, int] | None = None) -> Tables:
         """Tables for the positions below a number."""
         blocks = max(1, -(-positions // FINE))
-        return Tables(rope.angles(mx.arange(blocks) * FINE), rope.angles(mx.arange(FINE)), run)
+        return Tables(rope.direct(mx.arange(blocks) * FINE), rope.direct(mx.arange(FINE)), run)
 
     def of_run(self, positions: int) -> mx.array | None:
         """Cosines, then sines, of the run, ``[dims, positions]``, if it has so many positions.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache, reduce
-from operator import add
 from typing import Any
 
 import mlx.core as mx
@@ -14,7 +13,7 @@ from ..planes import Planes
 from ..record import record, replace, static
 from . import _lloyd_max, _log_scale, _packing, _statistics, _trellis
 from ._hadamard import hadamard, hadamard_inverse, hadamard_order, signs
-from ._lookup import lookup
+from ._lookup import lookup, rank
 
 FITS = ("unbiased", "ls", "norm", "rms")
 """How the scale of a vector is chosen when its codes are."""
@@ -381,8 +380,7 @@ def _better(one: tuple[mx.array, ...], other: tuple[mx.array, ...]) -> tuple[mx.
 
 def _index(size: mx.array, scale: mx.array | float, bits: int) -> mx.array:
     """Which magnitude of the codebook times the scale is nearest, ``uint8``; midway the smaller."""
-    first, *others = [size > boundary * scale for boundary in _lloyd_max.boundaries(bits)]
-    return reduce(add, [other.view(mx.uint8) for other in others], first.view(mx.uint8))
+    return rank(size, [boundary * scale for boundary in _lloyd_max.boundaries(bits)])
 
 
 def _signs(dim: int, seed: int) -> mx.array:

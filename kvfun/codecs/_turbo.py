@@ -16,7 +16,9 @@ from jaxtyping import Float
 from ..errors import CodecError
 from ..planes import Planes
 from ..record import record, static
-from ._lookup import lookup
+from ._hadamard import hadamard
+from ._lookup import lookup, rank
+from ._packing import fields, packed
 from ._turbo_tables import BOUNDARIES_3, CENTROIDS, SIGNS
 
 HEAD_DIMS = tuple(SIGNS)
@@ -105,12 +107,12 @@ class TurboKeys:
     def _stored(self, numbers: mx.array) -> mx.array:
         if self.bits == 8:
             return numbers.astype(mx.int8)
-        return _packed(numbers.astype(mx.uint8), self.bits)
+        return packed(numbers.astype(mx.uint8), self.bits)
 
     def decode(self, planes: Planes, dtype: mx.Dtype = mx.bfloat16) -> mx.array:
         """The numbers the planes stand for, ``[batch, heads, tokens, head_dim]``, rounded once."""
         stored, scales, zeros = planes
-        numbers = stored if self.bits == 8 else _fields(stored, self.bits, 1)
+        numbers = stored if self.bits == 8 else fields(stored, self.bits, 1)
         out = _grouped(numbers.astype(mx.float32)) + _wide(zeros)
         return mx.flatten(out * _wide(scales), -2, -1).astype(dtype)
 
@@ -195,7 +197,7 @@ class TurboValues:
         groups = _grouped(self.enter(x))
         scale = mx.sqrt(mx.mean(groups * groups, axis=-1, keepdims=True))
         index = mx.flatten(_index(groups / (scale + _EPSILON), self.bits), -2, -1)
-        return _packed(index, self.bits), _half(scale.squeeze(-1))
+        return packed(index, self.bits), _half(scale.squeeze(-1))
 
     def decode(self, planes: Planes, dtype: mx.Dtype = mx.bfloat16) -> mx.array:
         """The numbers the planes stand for, ``[batch, heads, tokens, head_dim]``, rounded once."""
@@ -212,11 +214,11 @@ class TurboValues:
 
     def enter(self, x: mx.array) -> mx.array:
         """``H (s * x) / sqrt(head_dim)`` along the last axis, in float32: orthogonal."""
-        return _hadamard(x * _signs(x.shape[-1]))
+        return hadamard(x.astype(mx.float32) * _signs(x.shape[-1]))
 
     def leave(self, x: mx.array) -> mx.array:
         """The inverse of :meth:`enter`, ``s * (H x) / sqrt(head_dim)``."""
-        return _hadamard(x) * _signs(x.shape[-1])
+        return hadamard(x.astype(mx.float32)) * _signs(x.shape[-1])
 
     def vector_nbytes(self, head_dim: int, dtype: mx.Dtype) -> int:
         """Exact bytes of one vector of one head, scales included; ``dtype`` does not matter."""
@@ -253,11 +255,6 @@ def _half(x: mx.array) -> mx.array:
 # -- rotation ---------------------------------------------------------------------------------
 
 
-def _hadamard(x: mx.array) -> mx.array:
-    x = x.astype(mx.float32)
-    return mx.hadamard_transform(x) if x.size else x  # MLX refuses empty arrays
-
-
 @cache
 def _signs(dim: int) -> mx.array:
     return mx.array([1.0 if bit == "1" else -1.0 for bit in f"{int(SIGNS[dim], 16):0{dim}b}"])
@@ -278,11 +275,7 @@ def _index(x: mx.array, bits: int) -> mx.array:
     """How many boundaries are below each number; ``uint8``, of NaN any that fits."""
     if bits > 4:
         return _index_by_cell(x, bits)
-    first, *others = _boundaries(bits)
-    index = (x > first).view(mx.uint8)
-    for boundary in others:
-        index = index + (x > boundary).view(mx.uint8)
-    return index
+    return rank(x, _boundaries(bits))
 
 
 def _index_by_cell(x: mx.array, bits: int) -> mx.array:
@@ -319,7 +312,7 @@ _TOGETHER = {2: 2, 3: 2, 4: 2, 5: 2, 8: 1}
 
 def _looked_up(packed: mx.array, bits: int) -> mx.array:
     """The centroids of packed indices, ``float32 [..., numbers]``."""
-    return lookup(_rows(bits), _fields(packed, bits, _TOGETHER[bits])).view(mx.float32)
+    return lookup(_rows(bits), fields(packed, bits, _TOGETHER[bits])).view(mx.float32)
 
 
 @cache
@@ -341,48 +334,3 @@ def _words(data: Any) -> mx.array:
     """A buffer as words of 64 bits, which MLX does not take in a list."""
     words: Any = memoryview(data).cast("B").cast("Q")
     return mx.array(words)
-
-
-# -- packing ----------------------------------------------------------------------------------
-
-
-def _packed(x: mx.array, bits: int) -> mx.array:
-    """``uint8 [..., n]`` below ``2**bits`` to bytes ``[..., n * bits / 8]``: a stream of bits.
-
-    Eight numbers are one word, in which pairs, then fours, then all are pushed together.
-    """
-    if bits == 8:
-        return x
-    words, count = x.view(mx.uint64), 1
-    while count < 8:
-        low, high, shift = _pairs(bits, count)
-        words, count = (words & low) | ((words & high) >> shift), 2 * count
-    used = mx.unflatten(words.view(mx.uint8), -1, (words.shape[-1], 8))[..., :bits]
-    return mx.flatten(used, -2, -1)
-
-
-def _fields(packed: mx.array, bits: int, together: int) -> mx.array:
-    """The inverse of :func:`_packed`, with so many numbers in an element of the result."""
-    if bits * together == 8:
-        return packed
-    if bits in (2, 4):
-        words = packed.view(mx.uint16 if bits == 2 else mx.uint32).astype(mx.uint64)
-    else:
-        words = mx.unflatten(packed, -1, (packed.shape[-1] // bits, bits))
-        words = mx.pad(words, [(0, 0)] * (words.ndim - 1) + [(0, 8 - bits)])
-        words = words.view(mx.uint64).squeeze(-1)
-    count = 4
-    while count >= together:
-        low, high, shift = _pairs(bits, count)
-        words, count = (words & low) | ((words << shift) & high), count // 2
-    return words.view({1: mx.uint8, 2: mx.uint16, 4: mx.uint32}[together])
-
-
-def _pairs(bits: int, count: int) -> tuple[int, int, int]:
-    """Where the even and the odd ones of runs of so many numbers are, spread over a word.
-
-    And how far the odd ones are from the even ones beside them.
-    """
-    run, size = (1 << bits * count) - 1, 8 * count
-    low = sum(run << at for at in range(0, 64, 2 * size))
-    return low, low << size, size - bits * count

@@ -6,7 +6,7 @@ queries, and that of all values one of the output.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -19,7 +19,7 @@ from ._composed import COMPOSED
 from ._fused import FUSED
 from ._masks import check_codec, sizes_of
 from ._merge import Partial
-from ._scores import after, decode, fold, mix, scores, tile_columns, tiles, wide, working_dtype
+from ._scores import decode, fold, read_tile, scores, tile_numbers, wide, working_dtype
 from ._tiled import TILED, Kernel
 from ._unfused import UNFUSED
 
@@ -34,22 +34,14 @@ class Stored:
         """What the planes stand for, not rotated back."""
         return self.codec.decode_stored(planes)
 
-    @property
-    def rotated(self) -> Rotated | TurboValues:
-        """The codec that rotates."""
-        return self.codec.rotated if isinstance(self.codec, Centred) else self.codec
-
 
 def rotates(codec: VectorCodec) -> bool:
     """Whether vectors are stored in other coordinates than they came in."""
-    inner = codec.codec if isinstance(codec, Centred) else codec
-    return isinstance(inner, Rotated | TurboValues)
+    return isinstance(_inside(codec), Rotated | TurboValues)
 
 
-def _stored(codec: Any, queried: bool = False) -> Any:
-    """With ``queried``, only a codec that says how queries become those of what is stored."""
-    inner = codec.codec if isinstance(codec, Centred) else codec
-    return Stored(codec) if isinstance(inner, Rotated) or rotates(codec) > queried else codec
+def _inside(codec: Any) -> Any:
+    return codec.codec if isinstance(codec, Centred) else codec
 
 
 def deferred(kernel: Kernel) -> Kernel:
@@ -62,14 +54,17 @@ def deferred(kernel: Kernel) -> Kernel:
     def reading(queries: mx.array, keys: Planes, values: Planes, codec: Codec, **rest: Any) -> Any:
         check_codec("deferred", codec)
         sizes_of(queries, keys)
-        inner, asked = Codec(_stored(codec.keys, queried=True), _stored(codec.values)), queries
-        if isinstance(inner.keys, Stored) and isinstance(inner.keys.rotated, Rotated):
-            asked = _by_head(inner.keys.rotated.enter_queries, queries, keys[0].shape[1])
+        k: Any = codec.keys
+        v: Any = codec.values
+        asked, turned = queries, _inside(codec.keys)
+        if isinstance(turned, Rotated):  # which says how queries become those of what is stored
+            k, asked = Stored(k), _by_head(turned.enter_queries, queries, keys[0].shape[1])
+        v = Stored(v) if rotates(v) else v
         asked = asked.astype(working_dtype(queries.dtype))  # not rounded before it is turned back
-        out = kernel(asked, keys, values, inner, **rest)
+        out = kernel(asked, keys, values, Codec(k, v), **rest)
         whole, lse = out if isinstance(out, Partial) else (out, None)
-        if isinstance(inner.values, Stored):
-            whole = _by_head(inner.values.rotated.leave, whole, values[0].shape[1])
+        if isinstance(v, Stored):
+            whole = _by_head(_inside(codec.values).leave, whole, values[0].shape[1])
         if lse is not None:
             return Partial(whole, lse)
         return whole.astype(queries.dtype)
@@ -82,41 +77,32 @@ def _by_head(turn: Callable[[mx.array], mx.array], x: mx.array, kv_heads: int) -
     return turn(fold(x.astype(mx.float32), kv_heads)).reshape(x.shape)
 
 
-def _tiles(codec: Stored, planes: Planes, like: mx.array, done: list) -> Iterator[Planes]:
-    """Planes tile by tile, each read when the last product is there."""
-    batch, heads, rows, _ = like.shape
-    width = max(4 * planes[0].nbytes // planes[0].size * planes[0].shape[-1], rows)
-    for _, _, tile in tiles(planes, tile_columns(batch * heads * width)):
-        yield after(tile, *done[-1:])
+@tile_numbers.register
+def _(codec: Stored, planes: Planes) -> int:
+    """Several numbers are in an element of packed planes: about four in a byte."""
+    return 4 * planes[0].itemsize * planes[0].shape[-1]
 
 
-def _numbers(
-    codec: Rotated | TurboValues, tile: Planes, dtype: mx.Dtype
-) -> tuple[mx.array, mx.array | None]:
-    """Decoded but for one scale a vector, or decoded.
+@read_tile.register
+def _(codec: Stored, planes: Planes, dtype: mx.Dtype) -> tuple[mx.array, mx.array | None]:
+    """With one scale a vector it stays apart, and numbers are whole ones.
 
-    Products with whole numbers are beyond float16, and the scales that belong to them too small.
+    Products with those are beyond float16, and the scales that belong to them too small.
     """
-    if isinstance(codec, Rotated) and dtype != mx.float16:
-        numbers, scales = codec.codes_and_scales(tile)
+    if isinstance(codec.codec, Rotated) and dtype != mx.float16:
+        numbers, scales = codec.codec.codes_and_scales(planes)
         if scales.shape[-1] == 1:
-            return numbers, scales.squeeze(-1)[:, :, None]
-    return codec.decode_stored(tile), None
+            return numbers.astype(dtype), scales.squeeze(-1)[:, :, None].astype(dtype)
+    return codec.decode(planes).astype(dtype), None
 
 
 @scores.register
 def _(codec: Stored, queries: mx.array, planes: Planes) -> mx.array:
-    inner = codec.rotated
-    stored = codec.codec.of_codec(planes) if isinstance(codec.codec, Centred) else planes
-    parts: list[mx.array] = []
-    for tile in _tiles(codec, stored, queries, parts):
-        numbers, scale = _numbers(inner, tile, queries.dtype)
-        part = queries @ numbers.astype(queries.dtype).swapaxes(-1, -2)
-        parts.append(part if scale is None else part * scale.astype(part.dtype))
-    found = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
-    if isinstance(codec.codec, Centred) and isinstance(inner, Rotated):
-        return _with_mean(codec.codec, inner.leave_queries(queries), planes, found)
-    return found
+    if not isinstance(codec.codec, Centred):
+        return scores.dispatch(object)(codec, queries, planes)
+    centred, inner = codec.codec, codec.codec.rotated
+    found = scores(Stored(inner), queries, centred.of_codec(planes))
+    return _with_mean(centred, inner.leave_queries(queries), planes, found)
 
 
 @scores.register
@@ -142,22 +128,6 @@ def _(codec: TurboKeys, queries: mx.array, planes: Planes) -> mx.array:
     packed, *scales = codec.affine(planes)
     scales = [scale.astype(queries.dtype) for scale in scales]
     return mx.quantized_matmul(queries, packed, *scales, transpose=True, **codec.quantization)
-
-
-@mix.register
-def _(codec: Stored, weights: mx.array, planes: Planes) -> mx.array:
-    inner, parts, start = codec.rotated, [], 0
-    if isinstance(codec.codec, Centred):
-        return mix.dispatch(object)(codec, weights, planes)
-    for tile in _tiles(codec, planes, weights, parts):
-        stop = start + tile[0].shape[2]
-        numbers, scale = _numbers(inner, tile, weights.dtype)
-        part = weights[..., start:stop]
-        part = part if scale is None else part * scale.astype(part.dtype)
-        part = part @ numbers.astype(part.dtype)
-        parts.append(parts[-1] + part if parts else part)
-        start = stop
-    return parts[-1]
 
 
 def densely(kernel: Kernel) -> Kernel:

@@ -94,8 +94,9 @@ def _scaled(planes: Planes, dtype: mx.Dtype) -> Planes:
 def scores(codec: VectorCodec, queries: mx.array, planes: Planes) -> mx.array:
     """``queries @ keys.T``: ``[B, H, L, D]`` and planes of ``[B, H, N, D]`` to ``[B, H, L, N]``."""
     parts = []
-    for keys in _decoded(codec, planes, queries, parts):
-        parts.append(queries @ keys.swapaxes(-1, -2))
+    for keys, scale in _decoded(codec, planes, queries, parts):
+        part = queries @ keys.swapaxes(-1, -2)
+        parts.append(part if scale is None else part * scale)
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
 
 
@@ -103,28 +104,45 @@ def scores(codec: VectorCodec, queries: mx.array, planes: Planes) -> mx.array:
 def mix(codec: VectorCodec, weights: mx.array, planes: Planes) -> mx.array:
     """``weights @ values``: ``[B, H, L, N]`` and planes of ``[B, H, N, D]`` to ``[B, H, L, D]``."""
     parts, start = [], 0
-    for values in _decoded(codec, planes, weights, parts):
+    for values, scale in _decoded(codec, planes, weights, parts):
         stop = start + values.shape[2]
-        part = weights[..., start:stop] @ values
+        part = weights[..., start:stop]
+        part = (part if scale is None else part * scale) @ values
         parts.append(parts[-1] + part if parts else part)
         start = stop
     return parts[-1]
 
 
+Tile = tuple[mx.array, "mx.array | None"]
+"""Decoded numbers; and the scale of every vector, ``[B, H, 1, N]``, where it is apart from them."""
+
+
+@singledispatch
+def read_tile(codec: VectorCodec, planes: Planes, dtype: mx.Dtype) -> Tile:
+    """A tile in ``dtype``; a codec with one scale a vector may leave that to the product."""
+    return decode(codec, planes, dtype), None
+
+
+@singledispatch
+def tile_numbers(codec: VectorCodec, planes: Planes) -> int:
+    """Numbers of a vector, for the size of tiles."""
+    return planes[0].shape[-1]
+
+
 def _decoded(
     codec: VectorCodec, planes: Planes, like: mx.array, done: list[mx.array]
-) -> Iterator[mx.array]:
+) -> Iterator[Tile]:
     """Decoded in the dtype of ``like``: whole if they are stored in it, else tile by tile.
 
     A tile is decoded when the last product ``done`` is there.
     """
     if len(planes) == 1 and planes[0].dtype == like.dtype:
-        yield codec.decode(planes)
+        yield codec.decode(planes), None
         return
     batch, heads, rows, _ = like.shape
-    columns = tile_columns(batch * heads * max(planes[0].shape[-1], rows))
+    columns = tile_columns(batch * heads * max(tile_numbers(codec, planes), rows))
     for _, _, tile in tiles(planes, columns):
-        yield decode(codec, after(tile, *done[-1:]), like.dtype)
+        yield read_tile(codec, after(tile, *done[-1:]), like.dtype)
 
 
 @scores.register

@@ -10,7 +10,7 @@ import mlx.core as mx
 from ... import caches as verbs
 from ... import tree
 from ...caches import KV, Chain
-from ...codecs import Centred, Codec, Rotated
+from ...codecs import Centred, Codec, Rotated, statistics_of
 from ...errors import ShapeError, UnsupportedError
 from ...record import replace
 from ._attention import attention, watched_queries
@@ -52,11 +52,11 @@ def calibrated_prompt_cache(
     told = []
     for codec, entry in zip(codecs, shells, strict=True):
         for shell in entry:
-            told.append((shell, _asking(shell.record.codec, _asked(codec))))
+            told.append((shell, _asking(shell.record.codec, statistics_of(codec))))
             shell.record = _raw(shell.record)
     asked = _read(model, prompt, caches, [shell for shell, _ in told])
     for (shell, codec), queries in zip(told, asked, strict=True):
-        if _asked(codec) is None:
+        if statistics_of(codec) is None:
             shell.record = verbs.convert(shell.record, codec)
         elif queries is None:
             raise UnsupportedError(f"{type(model).__module__}: the queries of a layer are not seen")
@@ -64,12 +64,6 @@ def calibrated_prompt_cache(
             shell.record = verbs.calibrate(shell.record, queries, codec)
         mx.eval(tree.leaves(shell.record))  # one layer's two copies at a time
     return caches
-
-
-def _asked(codec: Codec) -> str | None:
-    """Which statistics a codec needs."""
-    keys = codec.keys.codec if isinstance(codec.keys, Centred) else codec.keys
-    return keys.statistics if isinstance(keys, Rotated) else None
 
 
 def _asking(codec: Codec, statistics: str | None) -> Codec:
