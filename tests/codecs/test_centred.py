@@ -890,3 +890,16 @@ def test_a_padded_codec_has_no_mean_where_it_is_padded():
     left = f64(codec.codec.decode(planes))
     wanted = f64(queries) @ (decoded - left).swapaxes(-1, -2)
     assert np.abs(more - wanted).max() < 1e-3
+
+
+@pytest.mark.parametrize("spec", ["rot-k4v4-s1", "rot-k3v3-g32-log-s1", "kv8-g32-f16-c"])
+def test_a_row_that_has_learnt_nothing_is_the_same_beside_one_that_has(spec):
+    """Down to the signs of zeros, which a rotation back gives and adding a mean takes away."""
+    learnt = kvfun.convert(
+        kvfun.append(kvfun.empty("plain"), *[mx.random.normal((1, 2, 20, 64))] * 2), spec
+    )
+    zeros = mx.zeros((1, 2, 3, 64))
+    fresh = kvfun.append(kvfun.empty(spec, raw_sinks=0), zeros, zeros)
+    beside = kvfun.unstack(kvfun.stack([fresh, learnt]))[0]
+    for one, other in zip(kvfun.fetch(fresh), kvfun.fetch(beside), strict=True):
+        assert mx.array_equal(one.view(mx.uint32), other.view(mx.uint32)).item()

@@ -15,6 +15,7 @@ from kvfun.kernels import _scores
 from kvfun.kernels._scores import decode, mix, scores
 from tests.kernels import dense
 
+from .shared import planes_of_no_tokens
 from .test_affine import FLOATS, KINDS, f64, raw, vectors
 
 # -- the formats, from the specification ----------------------------------------------------------
@@ -307,10 +308,7 @@ def test_any_cut_is_byte_exact(spec, shape, kind, dtype, cuts, seed):
 @pytest.mark.parametrize(("codec", "dim"), EVERY + ODD)
 def test_no_tokens(codec, dim):
     """MLX alone refuses them, where the affine codec's planes are empty."""
-    planes, one = codec.encode(mx.zeros((2, 3, 0, dim))), codec.encode(mx.zeros((2, 3, 1, dim)))
-    for plane, other in zip(planes, one, strict=True):
-        assert plane.shape == (2, 3, 0, other.shape[3])
-        assert plane.dtype == other.dtype
+    planes = planes_of_no_tokens(codec, dim)
     for dtype in FLOATS:
         assert decode(codec, planes, dtype).shape == (2, 3, 0, codec.width(dim))
 

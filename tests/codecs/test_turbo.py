@@ -14,6 +14,7 @@ import kvfun
 from kvfun.codecs import Affine, Codec, TurboKeys, TurboValues, VectorCodec, parse
 from kvfun.errors import CodecError, SpecError
 
+from .shared import planes_of_no_tokens
 from .test_affine import FLOATS, KINDS, f64, raw, vectors
 
 DIMS = (64, 128, 256, 512)
@@ -303,14 +304,19 @@ def test_keys_of_any_numbers_are_the_models_byte_for_byte(x, bits):
     assert np.isfinite(decoded).all()
 
 
-@given(
-    bits=st.sampled_from(KEY_BITS),
-    dim=st.sampled_from(DIMS),
-    kind=st.sampled_from(KINDS),
-    shape=st.tuples(st.integers(1, 2), st.integers(1, 3), st.integers(1, 4)),
-    dtype=st.sampled_from(FLOATS),
-    seed=st.integers(0, 999),
-)
+def vectors_of(bits):
+    """Bits of a side, and all that makes vectors for them."""
+    return given(
+        bits=st.sampled_from(bits),
+        dim=st.sampled_from(DIMS),
+        kind=st.sampled_from(KINDS),
+        shape=st.tuples(st.integers(1, 2), st.integers(1, 3), st.integers(1, 4)),
+        dtype=st.sampled_from(FLOATS),
+        seed=st.integers(0, 999),
+    )
+
+
+@vectors_of(KEY_BITS)
 def test_keys_are_the_models_byte_for_byte(bits, dim, kind, shape, dtype, seed):
     codec, x = TurboKeys(bits), vectors(seed, *shape, dim, kind=kind, dtype=dtype)
     expected = model_keys(np.array(x.astype(mx.float32)), bits)
@@ -346,14 +352,7 @@ def test_values_of_whole_numbers_are_the_models_byte_for_byte(bits, dim, power, 
     assert np.abs(f64(codec.decode(planes, mx.float32)) - exact).max() <= 1e-6 * most * dim**0.5
 
 
-@given(
-    bits=st.sampled_from(VALUE_BITS),
-    dim=st.sampled_from(DIMS),
-    kind=st.sampled_from(KINDS),
-    shape=st.tuples(st.integers(1, 2), st.integers(1, 3), st.integers(1, 4)),
-    dtype=st.sampled_from(FLOATS),
-    seed=st.integers(0, 999),
-)
+@vectors_of(VALUE_BITS)
 def test_values_are_the_models_but_for_ties(bits, dim, kind, shape, dtype, seed):
     """Rounded sums may tip a number that is all but on a boundary, and no other."""
     codec, x = TurboValues(bits), vectors(seed, *shape, dim, kind=kind, dtype=dtype)
@@ -545,10 +544,7 @@ def test_the_order_in_memory_does_not_matter(codec):
 
 @pytest.mark.parametrize(("codec", "dim"), EVERY)
 def test_no_tokens(codec, dim):
-    planes, one = codec.encode(mx.zeros((2, 3, 0, dim))), codec.encode(mx.zeros((2, 3, 1, dim)))
-    for plane, other in zip(planes, one, strict=True):
-        assert plane.shape == (2, 3, 0, other.shape[3])
-        assert plane.dtype == other.dtype
+    planes = planes_of_no_tokens(codec, dim)
     for dtype in FLOATS:
         assert codec.decode(planes, dtype).shape == (2, 3, 0, dim)
 
