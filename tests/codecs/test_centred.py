@@ -903,3 +903,18 @@ def test_a_row_that_has_learnt_nothing_is_the_same_beside_one_that_has(spec):
     beside = kvfun.unstack(kvfun.stack([fresh, learnt]))[0]
     for one, other in zip(kvfun.fetch(fresh), kvfun.fetch(beside), strict=True):
         assert mx.array_equal(one.view(mx.uint32), other.view(mx.uint32)).item()
+
+
+def test_queries_that_are_all_padding_are_finite():
+    """What is read then is a column of a negative position, for which there are no angles."""
+    x = mx.random.normal((1, 2, 100, 64))
+    told = with_rope(Codec.of("rot-k4v4-s1"), Rope.of(64))
+    learnt = kvfun.convert(kvfun.append(kvfun.empty("plain"), x, x), told).codec
+    cache = kvfun.append(
+        kvfun.empty(learnt, left_padding=[70], raw_sinks=0), x[:, :, :2], x[:, :, :2]
+    )
+    queries = mx.random.normal((1, 4, 1, 64))
+    for phase in ("decode", "window"):
+        out = kvfun.attend(cache, queries, phase=phase)
+        assert out.shape == queries.shape
+        assert mx.all(mx.isfinite(out)).item()
