@@ -10,10 +10,10 @@ from jaxtyping import Float
 from ..errors import CodecError
 from ..planes import Planes
 from ..record import record, static
+from ._plain import half
 
 BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)
-_LARGEST = 65504.0
 
 
 @record
@@ -93,7 +93,7 @@ class Affine:
             last = mx.broadcast_to(x[..., -1:], (*x.shape[:-1], extra))
             x = mx.concatenate([x, last], axis=-1)
         if self.half:
-            x = mx.clip(x, -_LARGEST, _LARGEST).astype(mx.float16)
+            x = half(x)
         return tuple(mx.quantize(x, **self.quantization))
 
     def decode(self, planes: Planes) -> mx.array:

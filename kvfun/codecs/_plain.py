@@ -51,3 +51,12 @@ class Plain:
     def vector_nbytes(self, head_dim: int, dtype: mx.Dtype) -> int:
         """Exact bytes of one vector of one head that arrives in ``dtype``."""
         return head_dim * (DTYPES[self.dtype] if self.dtype else dtype).size
+
+
+LARGEST_HALF = 65504.0
+"""The largest number of float16."""
+
+
+def half(x: mx.array) -> mx.array:
+    """In float16; finite numbers stay finite."""
+    return mx.where(mx.isinf(x), x, mx.clip(x, -LARGEST_HALF, LARGEST_HALF)).astype(mx.float16)

@@ -14,6 +14,7 @@ from ..record import record, replace, static
 from . import _lloyd_max, _log_scale, _packing, _statistics, _trellis
 from ._hadamard import hadamard, hadamard_inverse, hadamard_order, signs
 from ._lookup import lookup, rank
+from ._plain import LARGEST_HALF
 
 FITS = ("unbiased", "ls", "norm", "rms")
 """How the scale of a vector is chosen when its codes are."""
@@ -27,7 +28,6 @@ STATISTICS = ("ldlq", "bal")
 """What a codec of keys may need to know of a prompt's queries."""
 
 _SHORT_FITS = {"ls": "-ls", "norm": "-norm", "rms": "-rms", "unbiased": ""}
-_LARGEST = 65504.0
 _HUGE = 1e15
 _TRELLIS_SCALES = (0.92, 1.0, 1.08)
 
@@ -231,7 +231,7 @@ class Rotated:
     def _stored_scale(self, scale: mx.array) -> mx.array:
         if self.log_scale:
             return _log_scale.encode(scale, self._reference)
-        return mx.minimum(scale, _LARGEST).astype(mx.float16)
+        return mx.minimum(scale, LARGEST_HALF).astype(mx.float16)
 
     @property
     def _reference(self) -> mx.array | float:

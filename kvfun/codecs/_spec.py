@@ -104,8 +104,8 @@ def _uniform(spec: str, whole: str) -> Codec:
     if match is None:
         raise SpecError(
             f"unknown codec spec {whole!r}; known are plain, {', '.join(DTYPES)}, kv<bits>, "
-            f"k<bits>v<bits>, each kv spec with -g<group size> and -pad, {', '.join(MODES)}, each "
-            "with -pad, turbo-k<bits>v<bits>, and <keys>+<values>"
+            f"k<bits>v<bits>, each kv spec with -g<group size>, -pad and -f16, {', '.join(MODES)}, "
+            "each with -pad, rot-k<bits>v<bits>, turbo-k<bits>v<bits>, and <keys>+<values>"
         )
     group, options = int(match["group"] or 64), (bool(match["pad"]), bool(match["half"]))
     key_bits, value_bits = (match["kv"], match["kv"]) if match["kv"] else (match["k"], match["v"])

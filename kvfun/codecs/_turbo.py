@@ -19,6 +19,7 @@ from ..record import record, static
 from ._hadamard import hadamard
 from ._lookup import lookup, rank
 from ._packing import fields, packed
+from ._plain import half
 from ._turbo_tables import BOUNDARIES_3, CENTROIDS, SIGNS
 
 HEAD_DIMS = tuple(SIGNS)
@@ -27,7 +28,6 @@ VALUE_BITS = tuple(CENTROIDS)
 
 _GROUP = 32
 _EPSILON = 1e-8
-_LARGEST = 65504.0
 _OVERFLOW = 65520.0
 """The smallest number that float16 rounds to infinity."""
 
@@ -97,7 +97,7 @@ class TurboKeys:
         numbers = mx.flatten(numbers, -2, -1)
         scale = mx.where(flat, (low + high) / 2, scale)
         zero = mx.where(flat, 1.0, zero).astype(mx.float16)
-        return self._stored(numbers), _half(scale).squeeze(-1), zero.squeeze(-1)
+        return self._stored(numbers), half(scale).squeeze(-1), zero.squeeze(-1)
 
     @property
     def _range(self) -> tuple[int, int]:
@@ -197,7 +197,7 @@ class TurboValues:
         groups = _grouped(self.enter(x))
         scale = mx.sqrt(mx.mean(groups * groups, axis=-1, keepdims=True))
         index = mx.flatten(_index(groups / (scale + _EPSILON), self.bits), -2, -1)
-        return packed(index, self.bits), _half(scale.squeeze(-1))
+        return packed(index, self.bits), half(scale.squeeze(-1))
 
     def decode(self, planes: Planes, dtype: mx.Dtype = mx.bfloat16) -> mx.array:
         """The numbers the planes stand for, ``[batch, heads, tokens, head_dim]``, rounded once."""
@@ -245,11 +245,6 @@ def _grouped(x: mx.array) -> mx.array:
 def _wide(x: mx.array) -> mx.array:
     """One number a group, in float32, for each of the group."""
     return x.astype(mx.float32)[..., None]
-
-
-def _half(x: mx.array) -> mx.array:
-    """In float16; finite numbers stay finite."""
-    return mx.where(mx.isinf(x), x, mx.clip(x, -_LARGEST, _LARGEST)).astype(mx.float16)
 
 
 # -- rotation ---------------------------------------------------------------------------------

@@ -9,12 +9,11 @@ import mlx.core as mx
 
 from ... import caches as verbs
 from ... import tree
-from ...caches import KV, Chain
 from ...codecs import Centred, Codec, Rotated, statistics_of
 from ...errors import ShapeError, UnsupportedError
 from ...record import replace
 from ._attention import attention, watched_queries
-from ._make import PromptCache, make_prompt_cache, shells_of
+from ._make import PromptCache, make_prompt_cache, shells_of, with_codecs
 
 STEP = 512
 """Tokens of a prompt that are read at once."""
@@ -53,7 +52,7 @@ def calibrated_prompt_cache(
     for codec, entry in zip(codecs, shells, strict=True):
         for shell in entry:
             told.append((shell, _asking(shell.record.codec, statistics_of(codec))))
-            shell.record = _raw(shell.record)
+            shell.record = with_codecs(shell.record, lambda _: Codec.of("plain"))
     asked = _read(model, prompt, caches, [shell for shell, _ in told])
     for (shell, codec), queries in zip(told, asked, strict=True):
         if statistics_of(codec) is None:
@@ -74,13 +73,6 @@ def _asking(codec: Codec, statistics: str | None) -> Codec:
     if isinstance(codec.keys, Rotated):
         return replace(codec, keys=replace(codec.keys, statistics=statistics))
     return codec
-
-
-def _raw(record: KV | Chain) -> KV | Chain:
-    """An empty cache of the same visibility that keeps what comes as it comes."""
-    if isinstance(record, Chain):
-        return record.with_parts([_raw(part) for part in record.parts])  # pyright: ignore
-    return replace(record, codec=Codec.of("plain"))
 
 
 def _read(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
@@ -181,14 +182,15 @@ def _told(caches: PromptCache, ropes: Sequence[Rope | None]) -> PromptCache:
     """The caches, told which RoPE their keys go through."""
     shells = [shell for entry in caches for shell in shells_of(entry)]
     for shell, rope in zip(shells, ropes, strict=True):
-        shell.record = _with_rope(shell.record, rope)
+        shell.record = with_codecs(shell.record, partial(with_rope, rope=rope))
     return caches
 
 
-def _with_rope(record: KV | Chain, rope: Rope | None) -> KV | Chain:
+def with_codecs(record: KV | Chain, change: Callable[[Codec], Codec]) -> KV | Chain:
+    """The empty cache with other codecs, in a chain those of all its parts."""
     if isinstance(record, Chain):
-        return record.with_parts([_with_rope(part, rope) for part in record.parts])  # pyright: ignore
-    return replace(record, codec=with_rope(record.codec, rope))
+        return record.with_parts([replace(x, codec=change(x.codec)) for x in record.parts])
+    return replace(record, codec=change(record.codec))
 
 
 def _shell(cache: Any, recipe: _Recipe, where: str) -> Any:
