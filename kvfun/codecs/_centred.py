@@ -184,11 +184,12 @@ class Centred:
         if self.rope is None:
             return mx.sum(queries * mean, axis=-1, keepdims=True)
         terms, constant = self.rope.product_terms(queries, mean)
-        angles = None if self.tables is None else self.tables.of_run(planes[-1].shape[2])
-        if angles is None:
-            angles = mx.concatenate(list(self._angles(planes[-1][..., 0])), axis=-1)
-            angles = mx.contiguous(angles.swapaxes(-1, -2))  # the same product, bit for bit
-        return _products(terms, angles) + constant
+        at = planes[-1]
+        found = None if self.tables is None else self.tables.products(terms, at.shape[2])
+        if found is None:
+            angles = mx.concatenate(list(self._angles(at[..., 0])), axis=-1)
+            found = _products(terms, angles.swapaxes(-1, -2))
+        return found + constant
 
     def bound(self, positions: int, run: tuple[int, int] | None = None) -> Centred:
         """With the angles of the positions below a number, where they are needed.
@@ -200,6 +201,13 @@ class Centred:
         if not self.positional or self.rope is None:
             return self
         return replace(self, tables=Tables.of(self.rope, positions, run))
+
+    def of_first(self, positions: int) -> Centred:
+        """For a read of the first positions of the run alone."""
+        if self.tables is None or self.tables.run is None:
+            return self
+        start, _ = self.tables.run
+        return replace(self, tables=replace(self.tables, run=(start, start + positions)))
 
     # -- what it learns ---------------------------------------------------------------------------
 

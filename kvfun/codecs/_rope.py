@@ -14,9 +14,9 @@ from ..record import record, static
 Angles = tuple[mx.array, mx.array]
 """Cosines and sines, ``[..., tokens, dims / 2]``."""
 
-FINE = 64
-"""Positions of a block: angles of a position are those of its block's first and of its place in
-the block, so that there are few to take the sine of."""
+FINE = 256
+"""Positions of a block: the angle of a position is that of its block's middle and that from there,
+so that there are few to take the sine of."""
 
 
 @record
@@ -80,9 +80,9 @@ class Rope:
         number, and what an encoder takes away with one must come back with the other.
         """
         at = mx.maximum(positions, 0)
-        return _sum(self.direct(at // FINE * FINE), self.direct(at % FINE))
+        return _sum(self.direct(_middle(at // FINE)), self.direct(_from_middle(at % FINE)))
 
-    def direct(self, positions: Int[mx.array, "..."]) -> Angles:
+    def direct(self, positions: mx.array) -> Angles:
         """Cosines and sines, each computed at once."""
         at = positions[..., None].astype(mx.float32) * self.frequencies
         return mx.cos(at), mx.sin(at)
@@ -140,8 +140,8 @@ class Tables:
     Position ``FINE * i + j`` has the angle of ``coarse[i]`` plus that of ``fine[j]``.
 
     Args:
-        coarse: of the first position of every block.
-        fine: of the places in a block.
+        coarse: of the middle of every block.
+        fine: of the places in a block, from its middle.
         run: the positions ``[start, stop)`` that are read, where they are one run in every row.
     """
 
@@ -153,22 +153,36 @@ class Tables:
     def of(rope: Rope, positions: int, run: tuple[int, int] | None = None) -> Tables:
         """Tables for the positions below a number."""
         blocks = max(1, -(-positions // FINE))
-        return Tables(rope.direct(mx.arange(blocks) * FINE), rope.direct(mx.arange(FINE)), run)
+        middles, places = _middle(mx.arange(blocks)), _from_middle(mx.arange(FINE))
+        return Tables(rope.direct(middles), rope.direct(places), run)
 
-    def of_run(self, positions: int) -> mx.array | None:
-        """Cosines, then sines, of the run, ``[dims, positions]``, if it has so many positions.
+    def products(self, terms: mx.array, positions: int) -> mx.array | None:
+        """``a . cos + b . sin`` at the positions of the run, if it has so many.
 
-        Without a look-up for each, and laid out for a product with rows of queries: which is what a
-        single query spends its time on.
+        The terms of :meth:`Rope.product_terms` move on to the middle of each block, so that one
+        small table serves all blocks, and one half of a block the other: no angle of a position is
+        ever computed.
+
+        Args:
+            terms: ``[batch, heads, queries, dims]``.
+            positions: how many are read.
+
+        Returns:
+            ``[batch, heads, queries, positions]``; ``None`` where the run is another one.
         """
         start, stop = self.run or (0, 0)
         if stop - start != positions or not positions:
             return None
         first, last = start // FINE, -(-stop // FINE)
-        coarse = [x[first:last].T[:, :, None] for x in self.coarse]
-        fine = [x.T[:, None] for x in self.fine]
-        both = [x.reshape(x.shape[0], -1) for x in _sum((*coarse,), (*fine,))]  # pyright: ignore
-        return mx.contiguous(mx.concatenate(both)[:, start - first * FINE : stop - first * FINE])
+        cos, sin = [x[first:last] for x in self.coarse]
+        a, b = mx.split(terms[..., None, :], 2, axis=-1)
+        even, odd = [
+            moved @ mx.contiguous(fine[FINE // 2 :].T)  # as a copy for the sake of slow BLASes
+            for moved, fine in zip((a * cos + b * sin, b * cos - a * sin), self.fine, strict=True)
+        ]
+        found = mx.concatenate([(even - odd)[..., ::-1], even + odd], axis=-1)
+        found = found.reshape(*terms.shape[:-1], (last - first) * FINE)
+        return found[..., start - first * FINE : stop - first * FINE]
 
     def angles(self, positions: Int[mx.array, "..."]) -> Angles:
         """Those of every position; of negative ones, any."""
@@ -176,6 +190,14 @@ class Tables:
         cos, sin = [mx.take(x, at // FINE, axis=0) for x in self.coarse]
         cos_too, sin_too = [mx.take(x, at % FINE, axis=0) for x in self.fine]
         return _sum((cos, sin), (cos_too, sin_too))
+
+
+def _middle(block: mx.array) -> mx.array:
+    return block.astype(mx.float32) * FINE + (FINE - 1) / 2
+
+
+def _from_middle(place: mx.array) -> mx.array:
+    return place.astype(mx.float32) - (FINE - 1) / 2
 
 
 def _sum(one: Angles, other: Angles) -> Angles:

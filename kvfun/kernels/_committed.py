@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from ..codecs import Codec
+from ..codecs import Centred, Codec
 from ..errors import ShapeError
 from ..planes import Planes
+from ..record import replace
 from ._masks import Mask, checked, is_causal, rows, sizes_of
 from ._scores import cut
 
@@ -43,8 +44,14 @@ def committed(decode: Callable[..., mx.array]) -> Callable[..., mx.array]:
             query = mx.contiguous(queries[:, :, i : i + 1])  # as if it came alone
             stop = columns - length + i + 1 if causal else columns
             k, v, row = cut(keys, 0, stop), cut(values, 0, stop), rows(mask, i, i + 1)
-            row = None if causal else row
-            done.append(decode(query, k, v, codec, scale=scale, mask=row, sinks=sinks))
+            row, seen = None if causal else row, _of_first(codec, stop)
+            done.append(decode(query, k, v, seen, scale=scale, mask=row, sinks=sinks))
         return done[0] if length == 1 else mx.concatenate(done, axis=2)
 
     return kernel
+
+
+def _of_first(codec: Codec, columns: int) -> Codec:
+    """The codec as it is where only the first columns are read."""
+    keys = getattr(codec, "keys", None)  # the kernel says what it cannot read
+    return replace(codec, keys=keys.of_first(columns)) if isinstance(keys, Centred) else codec

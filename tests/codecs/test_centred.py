@@ -814,17 +814,18 @@ def test_scores_of_rows_that_have_positions_of_their_own(rows):
 
 
 @pytest.mark.parametrize(
-    ("start", "stop"), [(0, 1), (0, 64), (5, 70), (63, 65), (64, 128), (130, 1000)]
+    ("start", "stop"), [(0, 1), (0, 256), (5, 70), (255, 257), (127, 129), (256, 512), (130, 1000)]
 )
-def test_angles_of_a_run_are_those_of_its_positions(start, stop):
-    """Bit for bit, and cosines before sines."""
-    tables = Tables.of(ROPE, 1000, (start, stop))
-    angles = tables.of_run(stop - start)
-    wanted = mx.concatenate(list(ROPE.angles(mx.arange(start, stop))), axis=-1)
-    assert raw(angles) == raw(wanted.swapaxes(-1, -2))
-    assert tables.of_run(stop - start + 1) is None
-    assert Tables.of(ROPE, 1000).of_run(0) is None
-    assert Tables.of(ROPE, 1000).of_run(5) is None
+def test_products_of_a_run_are_those_of_its_positions(start, stop):
+    tables, terms = Tables.of(ROPE, 1000, (start, stop)), vectors(3, 2, 2, 3, ROPE.dims)
+    found = tables.products(terms, stop - start)
+    wanted = f64(terms) @ f64(mx.concatenate(ROPE.angles(mx.arange(start, stop)), axis=-1)).T
+    assert found is not None
+    assert found.shape == (2, 2, 3, stop - start)
+    assert np.abs(f64(found) - wanted).max() < 2e-6 * np.abs(f64(terms)).max() * ROPE.dims
+    assert tables.products(terms, stop - start + 1) is None
+    assert Tables.of(ROPE, 1000).products(terms, 0) is None
+    assert Tables.of(ROPE, 1000).products(terms, 5) is None
 
 
 @pytest.mark.parametrize("name", ROPES)
