@@ -282,7 +282,7 @@ def test_committed_tokens_behind_long_prefixes(name, prefix):
     for spec, dtype in product(("rot-k4v4", "rot-k8v3", "turbo-k8v3"), (mx.float32, mx.bfloat16)):
         case = learnt(
             spec, kv_heads=1, length=4, columns=prefix + 4, dims=(128, 128), dtype=dtype,
-            stored=dtype, mask="causal",
+            stored=dtype, mask="causal", bound=False,
         )  # fmt: skip
         kernels = SETS[name]
         assert raw(case.run(kernels["committed"])) == raw(one_by_one(case, kernels["decode"]))
@@ -290,20 +290,20 @@ def test_committed_tokens_behind_long_prefixes(name, prefix):
 
 @pytest.mark.parametrize("raw_sinks", [0, 16])
 @pytest.mark.parametrize("name", SETS)
-def test_a_cache_commits_what_it_would_have_decoded(name, raw_sinks):
-    """Angles of a run at once, or looked up: the same bits."""
+@pytest.mark.parametrize("prefix", [70, 253, 1021])
+def test_a_cache_commits_what_it_would_have_decoded(name, raw_sinks, prefix):
+    """The products with the mean of a run, which is another one for every query: the same bits."""
     rng = np.random.default_rng(0)
     mean = 20 * numbers(rng, 1, 2, 1, 64)
     codec = Codec(Centred(Rotated(4), ROPES["half"], mean, frozen=True), Rotated(3))
-    keys, values, queries = (numbers(rng, 1, heads, 76, 64) for heads in (2, 2, 6))
-    cache = kvfun.append(
-        kvfun.empty(codec, raw_sinks=raw_sinks), keys[:, :, :70], values[:, :, :70]
-    )
+    keys, values, queries = (numbers(rng, 1, heads, prefix + 6, 64) for heads in (2, 2, 6))
+    cache = kvfun.empty(codec, raw_sinks=raw_sinks)
+    cache = kvfun.append(cache, keys[:, :, :prefix], values[:, :, :prefix])
     outs = []
-    for t in range(70, 76):
+    for t in range(prefix, prefix + 6):
         cache = kvfun.append(cache, keys[:, :, t : t + 1], values[:, :, t : t + 1])
         outs.append(kvfun.attend(cache, queries[:, :, t : t + 1], kernels=SETS[name]))
-    committed = kvfun.attend(cache, queries[:, :, 70:], phase="committed", kernels=SETS[name])
+    committed = kvfun.attend(cache, queries[:, :, prefix:], phase="committed", kernels=SETS[name])
     assert raw(committed) == raw(mx.concatenate(outs, axis=2))
 
 
