@@ -72,7 +72,7 @@ def test_a_layer_is_told_the_rope_that_its_keys_went_through(name):
         x = mx.random.normal((1, 2, 5, rope.dims))
         ours = rope.rotated(x, rope.angles(mx.arange(3, 8)))
         options = {"traditional": rope.traditional, "base": TOLD[name], "scale": 1.0, "offset": 3}
-        assert mx.allclose(ours, mx.fast.rope(x, rope.dims, **options), atol=1e-5).item()
+        assert mx.allclose(ours, mx.fast.rope(x, rope.dims, **options), atol=1e-4).item()
     assert mx.fast.rope is not _rope._seen
 
 
