@@ -7,10 +7,11 @@
 ((5,), (3,))
 """
 
-from . import codecs, errors, geometry, kernels, tree
+from . import codecs, errors, geometry, kernels, scheme, tree
 from .caches import (
     KV,
     Chain,
+    Delayed,
     View,
     append,
     attend,
@@ -25,9 +26,11 @@ from .caches import (
     mask,
     max_rollback,
     nbytes,
+    next_conversion,
     offsets,
     rollback,
     seal,
+    settle,
     size,
     stack,
     take,
@@ -44,6 +47,7 @@ __all__ = [
     "KV",
     "Chain",
     "Codec",
+    "Delayed",
     "KVFunError",
     "View",
     "append",
@@ -63,11 +67,14 @@ __all__ = [
     "mask",
     "max_rollback",
     "nbytes",
+    "next_conversion",
     "offsets",
     "record",
     "replace",
     "rollback",
+    "scheme",
     "seal",
+    "settle",
     "size",
     "stack",
     "static",

@@ -47,3 +47,15 @@ class CorruptError(StorageError):
 
 class UnsupportedError(KVFunError, NotImplementedError):
     """A model or architecture that cannot take a spec."""
+
+
+class ConfigError(KVFunError, ValueError):
+    """A model's config lacks a key, or holds something else than it should."""
+
+
+class BudgetError(KVFunError, ValueError):
+    """A budget that cannot be, or that what is asked for can never fit."""
+
+
+class AdmissionError(KVFunError, RuntimeError):
+    """A request that is not admitted: the queue is full, or the pool was closed."""

@@ -2,7 +2,8 @@
 
 from ._calibrate import calibrate
 from ._chain import Chain, seal
-from ._empty import empty
+from ._delayed import Delayed, next_conversion, settle
+from ._empty import BLOCK, empty
 from ._extents import Extents, extents, own_columns, width
 from ._kv import KV, Layout, decoded
 from ._verbs import (
@@ -30,9 +31,11 @@ from ._verbs import (
 from ._view import Combined, View, attend_over, combine, layout, view
 
 __all__ = [
+    "BLOCK",
     "KV",
     "Chain",
     "Combined",
+    "Delayed",
     "Extents",
     "Layout",
     "View",
@@ -56,10 +59,12 @@ __all__ = [
     "mask",
     "max_rollback",
     "nbytes",
+    "next_conversion",
     "offsets",
     "own_columns",
     "rollback",
     "seal",
+    "settle",
     "size",
     "stack",
     "take",

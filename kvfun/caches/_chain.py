@@ -222,16 +222,23 @@ def _put(
 
 def _trimmed(part: KV, columns: int) -> KV:
     """A front that is full, without spare columns."""
-    geometry = part.geometry
-    full = all(row.offset >= columns for row in geometry.rows)
-    if not full or geometry.capacity <= columns:
+    geometry = trimmed(part.geometry, columns)
+    if geometry is part.geometry:
         return part
     return replace(
         part,
         keys=p.detach(p.read(part.keys, [(0, columns)])),
         values=p.detach(p.read(part.values, [(0, columns)])),
-        geometry=attrs.evolve(geometry, capacity=columns),
+        geometry=geometry,
     )
+
+
+def trimmed(geometry: Geometry, columns: int) -> Geometry:
+    """The same of a front's geometry."""
+    full = all(row.offset >= columns for row in geometry.rows)
+    if not full or geometry.capacity <= columns:
+        return geometry
+    return attrs.evolve(geometry, capacity=columns)
 
 
 # -- reads ----------------------------------------------------------------------------------------

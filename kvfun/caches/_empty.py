@@ -8,6 +8,7 @@ from ..codecs import Codec, front_of
 from ..errors import GeometryError
 from ..geometry import Ageing, Geometry, Policy, body_part, front_part
 from ._chain import Chain
+from ._delayed import Delayed
 from ._kv import KV
 
 BLOCK = 64
@@ -25,7 +26,8 @@ def empty(
     residual: int = 0,
     block: int = BLOCK,
     raw_sinks: int | None = None,
-) -> KV | Chain:
+    start: int = 0,
+) -> KV | Chain | Delayed:
     """A cache that holds nothing yet; shapes and dtype come with the first append.
 
     Args:
@@ -42,9 +44,11 @@ def empty(
         raw_sinks: keep the first positions as they came for ever, by default as many as the codec
             learns from (none, but for codecs that store keys less their mean or scales of 8
             bits). With ``residual`` or ``raw_sinks`` attention sinks are among them.
+        start: keep all tokens as they come until there are so many, then encode them at once.
 
     Returns:
-        A :class:`KV`; a :class:`Chain` with ``residual`` or ``raw_sinks``.
+        A :class:`KV`; a :class:`Chain` with ``residual`` or ``raw_sinks``; a :class:`Delayed` with
+        a ``start``.
 
     Raises:
         SpecError, GeometryError: an unknown spec, or a number out of range.
@@ -58,10 +62,14 @@ def empty(
     policy = Policy(window, sinks, chunk, reserve)
     codec = Codec.of(spec)
     geometry = Geometry.empty(policy, left_padding)
-    raw_sinks = front_of(codec) if raw_sinks is None else raw_sinks
-    for name, number in (("residual", residual), ("raw_sinks", raw_sinks)):
+    for name, number in (("residual", residual), ("raw_sinks", raw_sinks or 0), ("start", start)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 0:
             raise GeometryError(f"{name} must be an integer >= 0, not {number!r}")
+    if start and (residual or raw_sinks):
+        raise GeometryError("tokens that wait are encoded together: no residual, no raw sinks")
+    if start:
+        return Delayed(KV((), (), Codec.of("plain"), geometry), codec, start)
+    raw_sinks = front_of(codec) if raw_sinks is None else raw_sinks
     if not residual and not raw_sinks:
         return KV((), (), codec, geometry)
     ageing = Ageing(residual, block) if residual else None

@@ -23,8 +23,10 @@ from rich.progress import (
 )
 
 from kvfun.cli import _generate, _machine, _matmul, _measure, _model, _report, _rows, _text
+from kvfun.cli import _plan as _plan_
 from kvfun.cli._packages import Report
 from kvfun.errors import KVFunError, UnsupportedError
+from kvfun.scheme import USABLE, KvScheme, Model, Weights, bytes_of
 
 _PILOT = 0.04  # of the budget goes into finding out how fast the model reads
 DEFAULT_SPECS = "bf16,kv8,kv4,kv4:residual=64:raw_sinks=4"
@@ -252,6 +254,96 @@ def generate(
     )
     typer.echo()
     _notes.print(summary.line(), style="dim", highlight=False, soft_wrap=True)
+
+
+PLANNED = "bf16,kv8,kv4,turbo-k8v3,rot-k4v4-log,rot-k3v3-tcq-log"
+ConfigOption = Annotated[
+    Path, typer.Option("--model", help="A model directory, or its config.json.")
+]
+SpecsOption = Annotated[
+    str,
+    typer.Option("--kv", help="Caches, by commas: codec specs and schemes such as kv4-start5000."),
+]
+
+
+@app.command()
+def plan(
+    model: ConfigOption,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="What may be used: 16GB, 16GiB.", show_default="3/4 of the machine's memory"
+        ),
+    ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens of the text.", show_default="as many as fit"),
+    ] = None,
+    kv: SpecsOption = PLANNED,
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            help="What the weights take.",
+            show_default="that of the files, or else of the model as the config describes it",
+        ),
+    ] = None,
+    bandwidth: Annotated[
+        str | None, typer.Option(help="Of the memory, a second (400GB): predicts tokens/s.")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write all numbers to a JSON file.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw memory against context to a PNG file.")
+    ] = None,
+) -> None:
+    """Say which caches let how long a text fit, without loading a model."""
+    from kvfun.interop.mlx_lm import weights_of
+
+    source = _plan_.read_source(model)
+    described = Model.from_config(source.config)
+    given = memory is not None
+    usable = bytes_of(memory) if given else int(USABLE * _plan_.machine_memory())
+    total = source.weights if weights is None else bytes_of(weights)
+    try:
+        taken = weights_of(source.config, total)
+    except UnsupportedError as error:
+        if total is None:
+            raise UnsupportedError(f"{error}; say --weights") from error
+        taken = Weights(total)
+    speed = None if bandwidth is None else float(bytes_of(bandwidth))
+    found = _plan_.rows(described, taken, usable, _schemes(kv), context, speed)
+    sizes = f"weights {_report.size_text(taken.total)}, usable {_report.size_text(usable)}"
+    title = f"{source.name}: {len(described.layers)} layers, {sizes}"
+    console = Console()
+    console.print(_plan_.table(found, title, _report.size_text))
+    for row in found:
+        for note in [*([row.error] if row.error else []), *row.left_out[:3]]:
+            _note(f"{row.scheme.cache_key}: {note}")
+        if len(row.left_out) > 3:
+            _note(f"{row.scheme.cache_key}: and {len(row.left_out) - 3} more layers")
+    if json_file is not None:
+        _report.write_json(json_file, _plan_.document(source, taken, usable, found))
+    if plot is not None:
+        _plan_.write_plot(plot, described, taken, usable, found, title)
+
+
+@app.command()
+def probe(model: ConfigOption, kv: SpecsOption = PLANNED) -> None:
+    """Say which layers of a model can take which caches, without loading it.
+
+    A small copy of the model with random weights reads and decodes with each.
+    """
+    from kvfun.interop.mlx_lm import probe as probed
+
+    source = _plan_.read_source(model)
+    found = list(probed(source.config, _schemes(kv)))
+    Console().print(_plan_.probe_table(found, source.name))
+
+
+def _schemes(text: str) -> list[KvScheme]:
+    """The schemes of a list."""
+    return [KvScheme.of(part.strip()) for part in text.split(",") if part.strip()]
 
 
 def chosen_rows(specs: str, reference: str, *, baselines: bool) -> list[_rows.Row]:

@@ -68,6 +68,20 @@ from ._merge import Partial, merge, sink_part
 from ._tiled import ALL_TILED, TILED, TILED_CAUSAL
 from ._unfused import UNFUSED
 
+SETS = {
+    "fused": FUSED,
+    "unfused": UNFUSED,
+    "tiled": TILED,
+    "tiled-causal": TILED_CAUSAL,
+    "all-tiled": ALL_TILED,
+    "composed": COMPOSED,
+    "deferred": DEFERRED,
+    "deferred-composed": DEFERRED_COMPOSED,
+    "dense": DENSE,
+    "uncomposed": UNCOMPOSED,
+}
+"""The sets that take any shape, by the names that a scheme stores."""
+
 __all__ = [
     "ALL_TILED",
     "COMPOSED",
@@ -77,6 +91,7 @@ __all__ = [
     "FUSED",
     "GROUPED_HEADS",
     "PHASES",
+    "SETS",
     "TILED",
     "TILED_CAUSAL",
     "UNCOMPOSED",

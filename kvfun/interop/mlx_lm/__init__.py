@@ -14,21 +14,28 @@ The list goes wherever mlx-lm takes a ``prompt_cache``. Importing this module ma
 
 from ._attention import attention
 from ._calibrate import calibrated_prompt_cache
+from ._described import described
 from ._file import load
 from ._make import LayerReport, PromptCache, describe, make_prompt_cache
 from ._measure import measure
+from ._probe import Probed, probe
 from ._shell import KVFunCache
 from ._speculative import speculative_cache
+from ._weights import weights_of
 
 __all__ = [
     "KVFunCache",
     "LayerReport",
+    "Probed",
     "PromptCache",
     "attention",
     "calibrated_prompt_cache",
     "describe",
+    "described",
     "load",
     "make_prompt_cache",
     "measure",
+    "probe",
     "speculative_cache",
+    "weights_of",
 ]

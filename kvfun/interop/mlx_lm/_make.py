@@ -10,11 +10,14 @@ import attrs
 import mlx.core as mx
 import mlx_lm.models.cache as mlx_lm_cache
 
-from ...caches import KV, Chain, empty
+from ... import tree
+from ...caches import KV, Chain, Delayed, empty, settle
 from ...codecs import Codec, Rope, with_rope
-from ...errors import CodecError, UnsupportedError
+from ...errors import CodecError, SpecError, UnsupportedError
 from ...kernels import FUSED, kernels_for, multiplies_packed
 from ...record import replace
+from ...scheme import KvScheme, Model
+from ._described import described
 from ._rope import rope_of, watched_rope
 from ._shell import OLD_PROTOCOL, KVFunCache, can_be_packed
 
@@ -46,11 +49,12 @@ class LayerReport:
     """``full``, ``window 512``, ``chunk 8192``, or the class that mlx-lm uses."""
     read: str
     """How a model reads it outside :func:`attention`."""
+    reason: str = ""
+    """Why it is not what a scheme has for it; empty where it is."""
 
     def __str__(self) -> str:
-        return f"{self.spec or 'left to mlx-lm'}, {self.kind}" + (
-            f", {self.read}" if self.read else ""
-        )
+        said = (self.spec or "left to mlx-lm", self.kind, self.read, self.reason)
+        return ", ".join([part for part in said if part])
 
 
 class PromptCache(list):
@@ -59,15 +63,33 @@ class PromptCache(list):
     ``print(cache.report)`` or :func:`describe` tells it.
     """
 
+    reasons: tuple[str, ...] = ()
+    """For each cache, why it is not what the scheme has for it."""
+
     @property
     def report(self) -> tuple[LayerReport, ...]:
         """One entry a layer cache."""
-        return tuple(r for index, cache in enumerate(self) for r in _reports(index, cache))
+        return tuple(
+            attrs.evolve(report, reason=self.reasons[index] if self.reasons else "")
+            for index, cache in enumerate(self)
+            for report in _reports(index, cache)
+        )
+
+    def settle(self) -> None:
+        """Make the conversions that are due (:func:`kvfun.settle`), one layer after another.
+
+        Each is evaluated before the next begins: no more than one layer is held twice.
+        """
+        for shell in [shell for entry in self for shell in shells_of(entry)]:
+            settled = settle(shell.record)
+            if settled is not shell.record:
+                shell.record = settled
+                mx.eval(tree.leaves(shell.record))
 
 
 def make_prompt_cache(
     model: Any,
-    spec: str | Codec | Sequence[str | Codec],
+    spec: str | Codec | KvScheme | Sequence[str | Codec],
     max_size: int | None = None,
     *,
     sinks: int = SINKS,
@@ -83,8 +105,10 @@ def make_prompt_cache(
 
     Args:
         model: an mlx-lm model.
-        spec: a codec spec such as ``"bf16"``, ``"kv4"`` or ``"plain"`` (the model's own dtype); or
-            one for each of the model's caches, see :func:`kvfun.codecs.sensitivity`.
+        spec: a codec spec such as ``"bf16"``, ``"kv4"`` or ``"plain"`` (the model's own dtype);
+            one for each of the model's caches, see :func:`kvfun.codecs.sensitivity`; or a
+            :class:`kvfun.scheme.KvScheme`, which leaves layers that cannot take it in bf16 and says
+            why, and has options of its own (``residual`` and the like are not taken beside it).
         max_size: at most so many tokens are visible in a full layer: the first ``sinks`` and the
             newest others. Narrower windows and chunks of the model's own stay.
         sinks: first tokens that stay visible under ``max_size``.
@@ -100,16 +124,55 @@ def make_prompt_cache(
         UnsupportedError: a layer's cache cannot take the spec or the limit, or the model cannot
             run on it; found by building one step lazily, before anything is computed.
     """
+    if isinstance(spec, KvScheme):
+        if residual or raw_sinks is not None or block != BLOCK:
+            raise SpecError("residual, block and raw_sinks are the scheme's own")
+        return _of_scheme(model, spec, max_size, sinks, reserve)
     codecs = [spec] if isinstance(spec, str | Codec) else list(spec)
     codec, *others = codecs = [Codec.of(each) for each in codecs]
-    if max_size is not None and (not isinstance(max_size, int) or max_size <= sinks):
-        raise ValueError(f"max_size must be an integer above the {sinks} sinks, not {max_size!r}")
+    _check_size(max_size, sinks)
     modules = {type(part).__module__.rpartition(".")[2] for part in model.modules()}
     failure = _dropping(modules) if max_size is not None else None
     raw: dict[str, Any] = {"residual": residual, "block": block, "raw_sinks": raw_sinks}
     can = can_be_packed(empty(codec, **raw)) and not others
     packed = can and multiplies_packed() and not modules & QUERIES_TWICE
     first = _Recipe(codec, max_size, sinks, reserve, packed, codec, raw, layers=tuple(codecs))
+    return _made(model, first, failure)
+
+
+def _check_size(max_size: int | None, sinks: int) -> None:
+    if max_size is not None and (not isinstance(max_size, int) or max_size <= sinks):
+        raise ValueError(f"max_size must be an integer above the {sinks} sinks, not {max_size!r}")
+
+
+def _of_scheme(
+    model: Any, scheme: KvScheme, max_size: int | None, sinks: int, reserve: int
+) -> PromptCache:
+    """A cache for every layer that keeps something, in what the scheme has for it."""
+    _check_size(max_size, sinks)
+    about = described(model)
+    report = scheme.assigned(about)
+    stored = [report[index] for index in about.storing]
+    codecs = tuple([Codec.of(each.spec or "bf16") for each in stored])
+    names = {"residual": scheme.residual, "block": scheme.block, "raw_sinks": scheme.raw_sinks}
+    raw: dict[str, Any] = {**names, "start": scheme.start}
+    modules = {type(part).__module__.rpartition(".")[2] for part in model.modules()}
+    failure = _dropping(modules) if max_size is not None else None
+    first = _Recipe(
+        codecs[0], max_size, sinks, reserve, False, Codec.of("bf16"), raw, layers=codecs, of=about
+    )
+    caches = _made(model, first, failure)
+    caches.reasons = tuple([each.reason for each in stored])
+    return caches
+
+
+def _made(model: Any, first: _Recipe, failure: Exception | None) -> PromptCache:
+    """The caches of the first recipe that the model runs on.
+
+    Raises:
+        UnsupportedError: it runs on none.
+    """
+    codec, max_size = first.codec, first.max_size
     for recipe in _tries(first) if failure is None else ():
         failure, exact, ropes = _probe(model, recipe)
         if failure is None:
@@ -135,7 +198,9 @@ def _tries(recipe: _Recipe) -> Iterator[_Recipe]:
     if recipe.packed:  # its attention cannot read packed numbers: decode them
         recipe = attrs.evolve(recipe, packed=False)
         yield recipe
-    if recipe.codec.spec != "plain":  # it reaches into its index caches: leave those as they are
+    if (
+        recipe.codec.spec != "plain" and recipe.of is None
+    ):  # it reaches into its index caches: leave those as they are
         yield attrs.evolve(recipe, index=Codec.of("plain"))
 
 
@@ -151,11 +216,13 @@ class _Recipe:
     index: Codec
     """Of the second and later caches of one layer, which index the first."""
     raw: dict[str, Any]
-    """What stays as it came: ``residual``, ``block`` and ``raw_sinks``."""
+    """What stays as it came: ``residual``, ``block``, ``raw_sinks``; and ``start``."""
     exact: bool = True
     shell: type[KVFunCache] = KVFunCache
     layers: tuple[Codec, ...] = ()
     """The codecs of the model's caches, if there is more than one."""
+    of: Model | None = None
+    """What the model's layers keep, where a scheme says what in."""
 
     def of_layer(self, index: int) -> _Recipe:
         """That of one of the model's caches."""
@@ -168,7 +235,8 @@ class _Recipe:
 
 def _build(model: Any, recipe: _Recipe) -> PromptCache:
     theirs = mlx_lm_cache.make_prompt_cache(model)
-    if len(recipe.layers) > 1 and len(recipe.layers) != len(theirs):
+    asked = len(recipe.layers) > 1 or recipe.of is not None
+    if asked and len(recipe.layers) != len(theirs):
         raise UnsupportedError(f"{len(recipe.layers)} specs for a model of {len(theirs)} caches")
     return PromptCache(
         [
@@ -186,8 +254,11 @@ def _told(caches: PromptCache, ropes: Sequence[Rope | None]) -> PromptCache:
     return caches
 
 
-def with_codecs(record: KV | Chain, change: Callable[[Codec], Codec]) -> KV | Chain:
+def with_codecs(record: Any, change: Callable[[Codec], Codec]) -> Any:
     """The empty cache with other codecs, in a chain those of all its parts."""
+    if isinstance(record, Delayed):
+        inner = with_codecs(record.inner, change)
+        return replace(record, inner=inner, target=change(record.target))
     if isinstance(record, Chain):
         return record.with_parts([replace(x, codec=change(x.codec)) for x in record.parts])
     return replace(record, codec=change(record.codec))
@@ -223,7 +294,8 @@ def _shell(cache: Any, recipe: _Recipe, where: str) -> Any:
             f"{where}: kvfun has no cache for a {kind.__module__}.{kind.__name__}"
         )
     window, sinks, chunk = policy
-    raw = {} if recipe.codec.spec == "plain" else recipe.raw  # plain numbers are as they came
+    as_they_came = ("plain",) if recipe.of is None else ("plain", "bf16")
+    raw = {} if recipe.codec.spec in as_they_came else recipe.raw
     numbers: dict[str, Any] = {
         "window": window,
         "sinks": sinks,
@@ -293,7 +365,7 @@ def _reports(index: int, cache: Any) -> Iterator[LayerReport]:
         yield LayerReport(index, None, type(cache).__name__, "")
 
 
-def _kind(record: KV | Chain) -> str:
+def _kind(record: KV | Chain | Delayed) -> str:
     policy = record.geometry.policy
     parts = [f"window {policy.window}"] if policy.window is not None else []
     parts += [f"chunk {policy.chunk}"] if policy.chunk is not None else []
@@ -301,8 +373,10 @@ def _kind(record: KV | Chain) -> str:
     return ", ".join([*(parts or ["full"]), *_raw(record)])
 
 
-def _raw(record: KV | Chain) -> list[str]:
+def _raw(record: KV | Chain | Delayed) -> list[str]:
     """What stays as it came."""
+    if isinstance(record, Delayed):
+        return [] if record.converted else [f"{record.target.spec} from {record.start} tokens on"]
     if not isinstance(record, Chain):
         return []
     residual = record.ageing.residual if record.ageing is not None else 0

@@ -10,7 +10,7 @@ import mlx_lm.models.cache as mlx_lm_cache
 from ... import caches as verbs
 from ... import planes as p
 from ... import tree
-from ...caches import KV, Chain
+from ...caches import KV, Chain, Delayed
 from ...codecs import Affine
 from ...errors import CorruptError
 from ...geometry import Geometry, Mask, Segments, mask_array
@@ -44,7 +44,7 @@ class KVFunCache:
     routed = True
     """Whether attention may read encoded what is handed out, within :func:`attention`."""
 
-    def __init__(self, record: KV | Chain, packed: bool = False, exact: bool = True):
+    def __init__(self, record: KV | Chain | Delayed, packed: bool = False, exact: bool = True):
         self.record = record
         self.exact = exact
         self.block = 1
@@ -177,7 +177,7 @@ class KVFunCache:
                 return [mx.zeros(0)]
             if isinstance(self.record, Chain):
                 return list(planes)
-            split = len(self.record.keys)
+            split = len(_parts(self.record)[0].keys)
             return [_plane(planes[:split]), _plane(planes[split:])]
         header, planes = _state.dump(self.record)
         return [header, self._mode(), *planes]
@@ -253,10 +253,15 @@ class KVFunCache:
             parts.append(replace(part, **{name: tuple(planes[:count])}))
             del planes[:count]
         record = self.record
-        self.record = record.with_parts(parts) if isinstance(record, Chain) else parts[0]
+        if isinstance(record, Chain):
+            self.record = record.with_parts(parts)
+        elif isinstance(record, Delayed):
+            self.record = replace(record, inner=parts[0])
+        else:
+            self.record = parts[0]
 
 
-def can_be_packed(record: KV | Chain) -> bool:
+def can_be_packed(record: KV | Chain | Delayed) -> bool:
     """Whether mlx-lm's quantized attention can read the planes: one affine codec, unpadded."""
     keys, values = record.codec.keys, record.codec.values
     plain = isinstance(keys, Affine) and not keys.pad and not keys.half
@@ -264,7 +269,7 @@ def can_be_packed(record: KV | Chain) -> bool:
     return packed and isinstance(record, KV)
 
 
-def restored(strings: Any, planes: list[mx.array]) -> tuple[KV | Chain, bool]:
+def restored(strings: Any, planes: list[mx.array]) -> tuple[KV | Chain | Delayed, bool]:
     """The record that a description stands for, and whether it was handed out packed.
 
     Raises:
@@ -290,7 +295,9 @@ def _narrowed(
     return geometry.describe(length, spans, within=window)
 
 
-def _parts(record: KV | Chain) -> tuple[KV, ...]:
+def _parts(record: KV | Chain | Delayed) -> tuple[KV, ...]:
+    if isinstance(record, Delayed):
+        return (record.inner,)
     return record.parts if isinstance(record, Chain) else (record,)
 
 

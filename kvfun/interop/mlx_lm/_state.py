@@ -8,7 +8,7 @@ import attrs
 import mlx.core as mx
 
 from ... import planes as p
-from ...caches import KV, Chain, Layout
+from ...caches import KV, Chain, Delayed, Layout
 from ...codecs import Codec, learnt_arrays, with_learnt
 from ...errors import CorruptError
 from ...geometry import Ageing, Geometry, Policy, Relayout, Row, round_up
@@ -16,7 +16,10 @@ from ...geometry import Ageing, Geometry, Policy, Relayout, Row, round_up
 VERSION = 1
 
 
-def dump(cache: KV | Chain, queries: int | None = None) -> tuple[str, list[mx.array]]:
+Record = KV | Chain | Delayed
+
+
+def dump(cache: Record, queries: int | None = None) -> tuple[str, list[mx.array]]:
     """The description of a cache as JSON, and its columns, keys' planes first.
 
     Args:
@@ -24,8 +27,28 @@ def dump(cache: KV | Chain, queries: int | None = None) -> tuple[str, list[mx.ar
         queries: only the columns that the last so many tokens see; all that are held if ``None``.
             A chain's parts are always dumped whole.
     """
-    header, planes = _dump_chain(cache) if isinstance(cache, Chain) else _dump(cache, queries)
+    if isinstance(cache, Chain):
+        header, planes = _dump_chain(cache)
+    elif isinstance(cache, Delayed):
+        header, planes = _dump_delayed(cache, queries)
+    else:
+        header, planes = _dump(cache, queries)
     return json.dumps(header, separators=(",", ":")), planes
+
+
+def _dump_delayed(cache: Delayed, queries: int | None) -> tuple[dict, list[mx.array]]:
+    said, planes = _dump(cache.inner, queries)
+    learnt, flags = learnt_arrays(cache.target)
+    header = {
+        "kvfun": VERSION,
+        "delayed": said,
+        "target": cache.target.spec,
+        "learnt": list(learnt),
+        "flags": flags,
+        "start": cache.start,
+        "floor": cache.floor,
+    }
+    return header, [*planes, *learnt.values()]
 
 
 def _dump_chain(chain: Chain) -> tuple[dict, list[mx.array]]:
@@ -94,7 +117,7 @@ def _name(dtype: mx.Dtype) -> str:
     return str(dtype).rpartition(".")[2]
 
 
-def load(header: str, planes: list[mx.array]) -> KV | Chain:
+def load(header: str, planes: list[mx.array]) -> Record:
     """The cache that :func:`dump` described.
 
     Raises:
@@ -107,7 +130,27 @@ def load(header: str, planes: list[mx.array]) -> KV | Chain:
         raise CorruptError(f"not the state of a kvfun cache: {header!r:.80}") from error
     if version != VERSION:
         raise CorruptError(f"the state has version {version!r}; this kvfun reads {VERSION}")
+    if "delayed" in said:
+        return _load_delayed(said, planes)
     return _load_chain(said, planes) if "chain" in said else _load(said, planes)
+
+
+def _load_delayed(said: dict, planes: list[mx.array]) -> Delayed:
+    try:
+        target, planes = _with_learnt(Codec.of(said["target"]), said, planes)
+        start, floor = said["start"], said["floor"]
+        if type(start) is not int or type(floor) is not int or start < 1 or floor < 0:
+            raise ValueError(f"a start of {start!r} and a floor of {floor!r}")
+        inner = _load(said["delayed"], planes)
+        if inner.codec.spec != (target.spec if floor else "plain"):
+            raise ValueError(f"{inner.codec.spec} that is to be {target.spec} from {start} on")
+    except CorruptError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CorruptError(f"the state of a delayed kvfun cache is damaged: {error}") from error
+    if inner.layout is not None:
+        _check_learnt(target, inner.layout)
+    return Delayed(inner, target, start, floor)
 
 
 def _load_chain(said: dict, planes: list[mx.array]) -> Chain:
