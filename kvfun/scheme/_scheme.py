@@ -146,6 +146,8 @@ class KvScheme:
         cls, config: Iterable[Sequence[int]], start: int = 0, **options: Any
     ) -> KvScheme:
         """Bits by layer: ``(layer, bits, group_size)``; layers that are not listed stay bf16."""
+        if not isinstance(config, Iterable) or isinstance(config, str | Mapping):
+            raise SpecError(f"a config is a list of (layer, bits, group_size), not {config!r:.80}")
         layers = []
         for entry in config:
             if not isinstance(entry, Sequence) or isinstance(entry, str) or len(entry) != 3:

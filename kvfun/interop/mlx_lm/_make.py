@@ -226,10 +226,13 @@ class _Recipe:
 
     def of_layer(self, index: int) -> _Recipe:
         """That of one of the model's caches."""
-        if len(self.layers) < 2:
+        if len(self.layers) < 2 and self.of is None:
             return self
         codec = self.layers[index]
         index_codec = codec if self.index is self.codec else self.index
+        if self.of is not None:
+            _, *others = self.of.layers[self.of.storing[index]].stored or (None,)
+            index_codec = Codec.of("bf16") if any(x.index for x in others if x) else codec
         return attrs.evolve(self, codec=codec, index=index_codec)
 
 
@@ -271,9 +274,9 @@ def _shell(cache: Any, recipe: _Recipe, where: str) -> Any:
         index = attrs.evolve(
             recipe, codec=recipe.index, packed=recipe.packed and recipe.index is recipe.codec
         )
-        first, *others = cache.caches
+        main = next((x for x in cache.caches if not isinstance(x, mlx_lm_cache.ArraysCache)), None)
         return mlx_lm_cache.CacheList(
-            _shell(first, recipe, where), *[_shell(part, index, where) for part in others]
+            *[_shell(part, recipe if part is main else index, where) for part in cache.caches]
         )
     if isinstance(cache, mlx_lm_cache.ArraysCache):
         return cache
@@ -396,7 +399,8 @@ def describe(cache: list) -> str:
     """What the layers of a prompt cache are, equal neighbours on one line."""
     lines: list[tuple[list[int], str]] = []
     by_layer: dict[int, list[str]] = {}
-    for report in PromptCache(cache).report:
+    known = cache if isinstance(cache, PromptCache) else PromptCache(cache)
+    for report in known.report:
         by_layer.setdefault(report.layer, []).append(str(report))
     for layer, texts in by_layer.items():
         text = " + ".join(texts)
