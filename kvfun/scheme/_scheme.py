@@ -213,6 +213,11 @@ class KvScheme:
         return self.spec
 
     @property
+    def kernel_set(self) -> Mapping[str, Any] | None:
+        """The kernels it names, for ``attend(kernels=)``; ``None`` where they are to be chosen."""
+        return None if self.kernels == AUTO else SETS[self.kernels]
+
+    @property
     def storage(self) -> dict[str, Any]:
         """What a store writes down of it, for JSON; :meth:`from_storage` is the inverse."""
         found: dict[str, Any] = {"storage": self.kind, "kernels": self.kernels}

@@ -130,6 +130,34 @@ def test_by_layer_schemes_count_the_models_layers_not_its_caches():
         make_prompt_cache(model, KvScheme.by_layer({6: "kv8-g32"}))
 
 
+@pytest.mark.parametrize("text", ["kv4-g32", "bf16", "rot-k4v4"])
+def test_a_schemes_kernels_are_what_its_caches_are_read_by(text):
+    model, tokens, scheme = oracle.model("llama"), archs.prompt(30), KvScheme.of(text)
+    counted = {"reads": 0}
+
+    def counting(kernel):
+        def reading(*args, **kwargs):
+            counted["reads"] += 1
+            return kernel(*args, **kwargs)
+
+        return reading
+
+    kernels = scheme.kernel_set
+    with attention(model):
+        expected = archs.logits(model, tokens, make_prompt_cache(model, scheme))
+    if kernels is None:
+        assert text == "rot-k4v4"
+        return
+    mine = {phase: counting(kernel) for phase, kernel in kernels.items()}
+    with attention(model, mine):
+        got = archs.logits(model, tokens, make_prompt_cache(model, scheme))
+        before = counted["reads"]
+        with attention(model):
+            archs.logits(model, tokens, make_prompt_cache(model, scheme))
+    assert before == counted["reads"] == len(described(model).layers)
+    assert mx.allclose(got, expected, atol=1e-3).item()
+
+
 def test_a_scheme_that_no_layer_can_take():
     with pytest.raises(CodecError, match="affects no layer"):
         make_prompt_cache(oracle.model("llama"), KvScheme.of("kv4"))

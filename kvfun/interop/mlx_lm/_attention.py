@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -24,7 +24,9 @@ _routed: dict[ModuleType, tuple[Any, int]] = {}
 
 
 @contextmanager
-def attention(model: nn.Module) -> Iterator[None]:
+def attention(
+    model: nn.Module, kernels: Mapping[str, Callable[..., Any]] | None = None
+) -> Iterator[None]:
     """Within the context the model's attention reads kvfun caches encoded, in any codec.
 
     So do layers that are passed keys and values which a cache handed out to another layer, with its
@@ -34,20 +36,31 @@ def attention(model: nn.Module) -> Iterator[None]:
     are affine, decoded ones otherwise. Attention over other caches, over keys that a model has
     changed after fetching them, and of other numbers of queries runs as before.
 
+    Args:
+        model: an mlx-lm model.
+        kernels: a kernel set for all reads within the context (a scheme's ``kernel_set``); by
+            default one for each cache, see :func:`kvfun.kernels.kernels_for`.
+
     Raises:
         UnsupportedError: no part of the model calls mlx-lm's attention function.
     """
+    global _kernels
     modules = _modules(model)
     if not modules:
         raise UnsupportedError(f"{type(model).__module__} does not use mlx_lm's {NAME}")
     for module in modules:
         _route(module)
+    before, _kernels = _kernels, kernels
     try:
         yield
     finally:
+        _kernels = before
         for module in modules:
             _restore(module)
 
+
+_kernels: Mapping[str, Callable[..., Any]] | None = None
+"""What the innermost context reads with."""
 
 _watched: list[tuple[Any, mx.array]] | None = None
 
@@ -107,6 +120,7 @@ def _router(original):
             mask,
             scale=scale,
             phase="decode" if length == 1 else "window",
+            kernels=_kernels,
             sinks=sinks,
         )
 
