@@ -7,11 +7,12 @@
 ((5,), (3,))
 """
 
-from . import codecs, errors, geometry, kernels, scheme, tree
+from . import codecs, errors, geometry, kernels, rounds, scheme, tree
 from .caches import (
     KV,
     Chain,
     Delayed,
+    Ragged,
     View,
     append,
     attend,
@@ -28,6 +29,7 @@ from .caches import (
     nbytes,
     next_conversion,
     offsets,
+    ragged,
     rollback,
     seal,
     settle,
@@ -49,6 +51,7 @@ __all__ = [
     "Codec",
     "Delayed",
     "KVFunError",
+    "Ragged",
     "View",
     "append",
     "attend",
@@ -69,9 +72,11 @@ __all__ = [
     "nbytes",
     "next_conversion",
     "offsets",
+    "ragged",
     "record",
     "replace",
     "rollback",
+    "rounds",
     "scheme",
     "seal",
     "settle",

@@ -59,3 +59,7 @@ class BudgetError(KVFunError, ValueError):
 
 class AdmissionError(KVFunError, RuntimeError):
     """A request that is not admitted: the queue is full, or the pool was closed."""
+
+
+class RoundError(KVFunError, RuntimeError):
+    """A speculative round that cannot be, or a call that does not fit it."""

@@ -6,6 +6,7 @@ from ._delayed import Delayed, next_conversion, settle
 from ._empty import BLOCK, empty
 from ._extents import Extents, extents, own_columns, width
 from ._kv import KV, Layout, decoded
+from ._ragged import Ragged, ragged
 from ._verbs import (
     append,
     attend,
@@ -38,6 +39,7 @@ __all__ = [
     "Delayed",
     "Extents",
     "Layout",
+    "Ragged",
     "View",
     "append",
     "attend",
@@ -62,6 +64,7 @@ __all__ = [
     "next_conversion",
     "offsets",
     "own_columns",
+    "ragged",
     "rollback",
     "seal",
     "settle",

@@ -130,31 +130,67 @@ def test_a_rollback_before_it_is_settled_takes_back_what_made_it_due():
     assert not fed(back, [1], seed=5).converted
 
 
-def test_rows_travel_together_or_not_at_all():
-    early, late = fed(kvfun.empty("kv4", start=6), [3]), fed(kvfun.empty("kv4", start=6), [5], 7)
-    batch = kvfun.stack([early, late])
-    batch = fed(batch, [3], seed=20, batch=2)
-    assert batch.due
-    settled = kvfun.settle(batch)
-    assert settled.floor == 8
-    for index, row in enumerate(kvfun.unstack(settled)):
-        assert row.converted
-        alone = kvfun.settle(kvfun.unstack(batch)[index])
-        assert same(kvfun.fetch(row), kvfun.fetch(alone))
-    with pytest.raises(GeometryError, match="state of conversion"):
-        kvfun.stack([kvfun.unstack(settled)[0], early])
+def test_rows_of_a_batch_share_start_and_target():
+    early = fed(kvfun.empty("kv4", start=6), [3])
     with pytest.raises(GeometryError, match="start"):
         kvfun.stack([early, fed(kvfun.empty("kv4", start=7), [3])])
     with pytest.raises(GeometryError, match="target"):
         kvfun.stack([early, fed(kvfun.empty("kv8", start=6), [3])])
 
 
-def test_a_batch_is_due_when_its_shortest_row_is():
-    batch = kvfun.empty("kv4", start=4, left_padding=[2, 0])
-    batch = fed(batch, [5], batch=2)
-    assert kvfun.offsets(batch) == (3, 5)
-    assert not batch.due
-    assert kvfun.next_conversion(batch) == 1
+@given(
+    spec=st.sampled_from(("kv4", "rot-k4v4", "turbo-k8v3")),
+    policy=st.sampled_from(POLICIES),
+    start=st.integers(1, 9),
+    before=st.lists(st.integers(1, 9), min_size=2, max_size=4),
+    later=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3)), max_size=4),
+    data=st.data(),
+)
+def test_each_row_of_a_batch_is_the_cache_it_came_from(spec, policy, start, before, later, data):
+    """Rows convert at their own time: as alone, through appends, rollbacks and choosing rows."""
+    alone = [fed(kvfun.empty(spec, start=start, **policy), [n], i) for i, n in enumerate(before)]
+    batch = kvfun.stack(alone)
+    seed = 50
+    for length, back in later:
+        k, v = block(seed, length, len(alone))
+        seed += 1
+        batch = kvfun.append(batch, k, v)
+        alone = [kvfun.append(c, k[i : i + 1], v[i : i + 1]) for i, c in enumerate(alone)]
+        assert kvfun.max_rollback(batch) == tuple(kvfun.max_rollback(c)[0] for c in alone)
+        q = mx.random.normal((len(alone), 4, length, 64), key=mx.random.key(seed))
+        together = kvfun.attend(batch, q, phase="window")
+        for index, cache in enumerate(alone):
+            one = kvfun.attend(cache, q[index : index + 1], phase="window")
+            assert mx.allclose(together[index : index + 1], one, atol=2e-5).item()
+        counts = [min(back, kvfun.max_rollback(c)[0]) for c in alone]
+        batch = kvfun.rollback(batch, counts)
+        alone = [kvfun.rollback(c, n) for c, n in zip(alone, counts, strict=True)]
+        if data.draw(st.booleans()):
+            rows = data.draw(st.permutations(range(len(alone))))[: max(1, len(alone) - 1)]
+            batch, alone = kvfun.take(batch, rows), [alone[row] for row in rows]
+        if data.draw(st.booleans()):
+            batch, alone = kvfun.settle(batch), [kvfun.settle(cache) for cache in alone]
+        waits = [kvfun.next_conversion(c) for c in alone if kvfun.next_conversion(c) is not None]
+        assert kvfun.next_conversion(batch) == (min(waits) if waits else None)
+        assert kvfun.offsets(batch) == tuple(kvfun.offsets(c)[0] for c in alone)
+        for row, cache in zip(kvfun.unstack(batch), alone, strict=True):
+            assert (row.converted, row.floor) == (cache.converted, cache.floor)
+            assert row.codec.spec == cache.codec.spec
+            if kvfun.size(cache):
+                assert same(kvfun.fetch(row), kvfun.fetch(cache))
+
+
+def test_a_batch_is_one_cache_again_when_all_rows_are_converted():
+    caches = [fed(kvfun.empty("kv4", start=6), [n], n) for n in (7, 2, 6)]
+    batch = kvfun.settle(kvfun.stack(caches))
+    assert isinstance(batch.inner, kvfun.Ragged)
+    assert [part.codec.spec for part in batch.inner.parts] == ["kv4", "plain", "kv4"]
+    assert batch.floors == (7, 0, 6)
+    assert not batch.converted
+    batch = kvfun.settle(fed(batch, [4], 30, batch=3))
+    assert isinstance(batch.inner, kvfun.KV)
+    assert batch.floors == (7, 6, 6)
+    assert batch.converted
 
 
 def test_converting_it_by_hand_ends_the_waiting():

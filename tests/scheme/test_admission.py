@@ -96,6 +96,13 @@ def test_a_large_request_is_not_overtaken():
     assert release(pool, "a")[1] == ("large", "small")
 
 
+def test_a_full_queue_takes_nobody_however_small():
+    pool = Pool(10, 1, running=(admission.Request("a", 6),))
+    pool, _ = request(pool, "large", 9)
+    with pytest.raises(AdmissionError, match="1 requests wait already"):
+        request(pool, "small", 1)
+
+
 def test_giving_back_twice_is_giving_back_once():
     pool, _ = request(Pool(10), "a", 6)
     once = release(pool, "a")[0]
@@ -166,6 +173,16 @@ def test_cancelling_leaves_the_queue_and_lets_the_next_one_in():
     lease.release()
     lease.release()
     assert pool.state.used == 2
+
+
+def test_a_lease_that_comes_too_late_is_given_back(monkeypatch):
+    """A future that was cancelled while its request was admitted."""
+    pool = AdmissionPool(10)
+    lease, waits = pool.submit(10).result(), pool.submit(5)
+    monkeypatch.setattr(AdmissionPool, "_cancelled", lambda *_: None)  # as if it came later
+    assert waits.cancel()
+    lease.release()
+    assert pool.state.used == 0
 
 
 def test_coroutines_wait_their_turn():

@@ -257,6 +257,7 @@ def test_what_cannot_be_resolved(arguments):
         lambda: KvScheme.of("config@0011223344556677"),
         lambda: KvScheme.of("kv4", start=-1),
         lambda: KvScheme.of("kv4", start=8, residual=8),
+        lambda: KvScheme.of("kv4", start=8, raw_sinks=0),
         lambda: KvScheme.of("kv4", block=8),
         lambda: KvScheme.of("kv4", residual=8, block=0),
         lambda: KvScheme.of("kv4", raw_sinks=-1),
@@ -344,6 +345,10 @@ def test_turbo_is_for_full_attention():
     turbo = said("turbo-k8v3")
     assert [spec for spec, _ in turbo] == ["bf16", "turbo-k8v3", None, "turbo-k8v3"]
     assert turbo[0][1] == "turbo is for full attention, not sliding"
+    full = HYBRID.layers[1]
+    for kind in ("chunked", "latent"):
+        model = attrs.evolve(HYBRID, layers=(full, attrs.evolve(full, kind=kind)))
+        assert said("turbo-k8v3", model)[1] == ("bf16", f"turbo is for full attention, not {kind}")
 
 
 def test_layers_that_are_not_listed_stay_bf16():

@@ -295,9 +295,10 @@ def _narrowed(
     return geometry.describe(length, spans, within=window)
 
 
-def _parts(record: KV | Chain | Delayed) -> tuple[KV, ...]:
+def _parts(record: Any) -> tuple[KV, ...]:
     if isinstance(record, Delayed):
-        return (record.inner,)
+        inner: Any = record.inner
+        return (inner,)
     return record.parts if isinstance(record, Chain) else (record,)
 
 

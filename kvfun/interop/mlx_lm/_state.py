@@ -10,7 +10,7 @@ import mlx.core as mx
 from ... import planes as p
 from ...caches import KV, Chain, Delayed, Layout
 from ...codecs import Codec, learnt_arrays, with_learnt
-from ...errors import CorruptError
+from ...errors import CorruptError, UnsupportedError
 from ...geometry import Ageing, Geometry, Policy, Relayout, Row, round_up
 
 VERSION = 1
@@ -37,6 +37,8 @@ def dump(cache: Record, queries: int | None = None) -> tuple[str, list[mx.array]
 
 
 def _dump_delayed(cache: Delayed, queries: int | None) -> tuple[dict, list[mx.array]]:
+    if not isinstance(cache.inner, KV):
+        raise UnsupportedError("rows that were not converted together cannot be saved as one cache")
     said, planes = _dump(cache.inner, queries)
     learnt, flags = learnt_arrays(cache.target)
     header = {
@@ -46,7 +48,7 @@ def _dump_delayed(cache: Delayed, queries: int | None) -> tuple[dict, list[mx.ar
         "learnt": list(learnt),
         "flags": flags,
         "start": cache.start,
-        "floor": cache.floor,
+        "floors": list(cache.floors),
     }
     return header, [*planes, *learnt.values()]
 
@@ -138,11 +140,11 @@ def load(header: str, planes: list[mx.array]) -> Record:
 def _load_delayed(said: dict, planes: list[mx.array]) -> Delayed:
     try:
         target, planes = _with_learnt(Codec.of(said["target"]), said, planes)
-        start, floor = said["start"], said["floor"]
-        if type(start) is not int or type(floor) is not int or start < 1 or floor < 0:
-            raise ValueError(f"a start of {start!r} and a floor of {floor!r}")
+        start, floors = said["start"], tuple(said["floors"])
+        if any(type(n) is not int or n < 0 for n in (start, *floors)) or not start or not floors:
+            raise ValueError(f"a start of {start!r} and floors {floors!r}")
         inner = _load(said["delayed"], planes)
-        if inner.codec.spec != (target.spec if floor else "plain"):
+        if inner.codec.spec != (target.spec if all(floors) else "plain"):
             raise ValueError(f"{inner.codec.spec} that is to be {target.spec} from {start} on")
     except CorruptError:
         raise
@@ -150,7 +152,7 @@ def _load_delayed(said: dict, planes: list[mx.array]) -> Delayed:
         raise CorruptError(f"the state of a delayed kvfun cache is damaged: {error}") from error
     if inner.layout is not None:
         _check_learnt(target, inner.layout)
-    return Delayed(inner, target, start, floor)
+    return Delayed(inner, target, start, floors)
 
 
 def _load_chain(said: dict, planes: list[mx.array]) -> Chain:

@@ -1,0 +1,198 @@
+"""Speculative rounds: a block of tokens that is read first and decided on afterwards.
+
+A round is a value around a cache. The verify block (the pending token and the drafts behind it) is
+appended to it and attends like any other; then all of it is kept (:func:`commit`), or its first
+tokens (:func:`rollback`). To abandon a round is to drop it.
+
+>>> import kvfun, mlx.core as mx
+>>> k = mx.random.normal((1, 2, 5, 64))
+>>> cache = kvfun.append(kvfun.empty("kv4", window=8), k, k)
+>>> turn = begin(cache, drafts=4)
+>>> turn = kvfun.append(turn, k, k)                 # the pending token and four drafts
+>>> out = kvfun.attend(turn, mx.random.normal((1, 8, 5, 64)), phase="window")
+>>> cache = rollback(turn, keep=3)                  # two drafts were accepted
+>>> kvfun.offsets(cache)
+(8,)
+
+A model's caches go through a round together: every function takes a tuple or list of them, one a
+layer, and returns such a one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from . import caches as verbs
+from .caches import KV, Chain, Delayed, Ragged, extents, layout, own_columns, settle, width
+from .caches._view import attend_over
+from .errors import RoundError
+from .record import record, replace, static
+
+__all__ = ["Round", "begin", "commit", "rollback"]
+
+
+@record
+class Round:
+    """A cache, and a block of tokens in it that nothing is decided about yet.
+
+    It reads as its cache does. It takes one append, of ``drafts + 1`` tokens at most, and nothing
+    else that changes it but :func:`commit` and :func:`rollback`.
+
+    Args:
+        cache: the cache, with the block once it was appended.
+        drafts: tokens that may follow the pending one.
+        block: tokens of the verify block, 0 before it was appended.
+    """
+
+    cache: Any
+    drafts: int = static()
+    block: int = static(default=0)
+
+    @property
+    def geometry(self) -> Any:
+        """Where every position is, the block's too."""
+        return self.cache.geometry
+
+    @property
+    def layout(self) -> Any:
+        """The shape of what the cache accepts."""
+        return self.cache.layout
+
+
+def begin(cache: Any, drafts: int) -> Any:
+    """A round of a cache, or of each cache in a tuple or list.
+
+    Conversions that are due (:class:`kvfun.Delayed`) are made first: what is not decided counts
+    towards none.
+
+    Args:
+        cache: any record, or several.
+        drafts: the most tokens that may follow the pending one.
+
+    Raises:
+        RoundError: no number of drafts, a round inside a round, or a cache that could not take
+            back so many tokens; nothing was written.
+    """
+    if isinstance(drafts, bool) or not isinstance(drafts, int) or drafts < 0:
+        raise RoundError(f"drafts must be an integer >= 0, not {drafts!r}")
+    if isinstance(cache, tuple | list):
+        return type(cache)([begin(each, drafts) for each in cache])
+    if isinstance(cache, Round):
+        raise RoundError("a round inside a round: commit the first one, or roll it back")
+    cache = settle(cache)
+    _check_room(cache, drafts + 1)
+    return Round(cache, drafts)
+
+
+def commit(turn: Any) -> Any:
+    """The cache, or each of several, with all tokens of the block."""
+    return _decided(turn, lambda each: each.cache)
+
+
+def rollback(turn: Any, keep: int | Sequence[int]) -> Any:
+    """The cache, or each of several, with the first tokens of the block.
+
+    Args:
+        turn: a round, or several.
+        keep: how many tokens of the block stay, the pending one included: accepted drafts + 1. One
+            number, or one a row.
+
+    Raises:
+        RoundError: nothing was appended, or ``keep`` is out of range.
+    """
+    return _decided(turn, lambda each: verbs.rollback(each.cache, _rejected(each, keep)))
+
+
+def _decided(turn: Any, decide: Callable[[Round], Any]) -> Any:
+    if isinstance(turn, tuple | list):
+        return type(turn)([_decided(each, decide) for each in turn])
+    if not isinstance(turn, Round):
+        raise RoundError(f"a {type(turn).__name__} is no round: begin one first")
+    return decide(turn)
+
+
+def _rejected(turn: Round, keep: int | Sequence[int]) -> int | list[int]:
+    """How many tokens each row gives back."""
+    if not turn.block:
+        raise RoundError("nothing was appended to the round")
+    many = isinstance(keep, Sequence) and not isinstance(keep, str)
+    numbers: list[Any] = list(keep) if isinstance(keep, Sequence) else [keep]
+    batch = verbs.batch_size(turn.cache)
+    if many and len(numbers) != batch:
+        raise RoundError(f"keep has {len(numbers)} numbers for {batch} rows")
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise RoundError(f"keep must be an integer, or one a row, not {keep!r}")
+        if not 0 <= number <= turn.block:
+            raise RoundError(
+                f"keep must be from 0 to the block's {turn.block} tokens, not {keep!r}"
+            )
+    rejected = [turn.block - number for number in numbers]
+    return rejected if many else rejected[0]
+
+
+def _check_room(cache: Any, tokens: int) -> None:
+    """Whether a cache could take back a block, from integers alone.
+
+    Raises:
+        RoundError: it could not.
+    """
+    for part in _parts(cache):
+        _, after = part.geometry.advance(tokens)
+        most = min(after.max_rollback())
+        if most < tokens:
+            raise RoundError(
+                f"the cache could take back {most} of {tokens} tokens only: fewer drafts, or build "
+                "it with a larger reserve"
+            )
+
+
+def _parts(cache: Any) -> tuple[Any, ...]:
+    """The caches whose geometry says what can be taken back; of other records none is known."""
+    if isinstance(cache, Delayed):
+        return _parts(cache.inner)
+    if isinstance(cache, Ragged):
+        return tuple([each for part in cache.parts for each in _parts(part)])
+    return (cache,) if isinstance(cache, KV | Chain) else ()
+
+
+@verbs.append.register(Round)
+def _append(turn: Round, keys: mx.array, values: mx.array) -> Round:
+    if turn.block:
+        raise RoundError("a round has one block: commit it, or roll it back, before the next")
+    cache = verbs.append(turn.cache, keys, values)
+    tokens = keys.shape[2]
+    if tokens > turn.drafts + 1:
+        raise RoundError(
+            f"a block of {tokens} tokens in a round of {turn.drafts} drafts and a pending token"
+        )
+    short = [most for most in verbs.max_rollback(cache) if most < tokens]
+    if short:
+        raise RoundError(f"the cache can take back {short[0]} of the block's {tokens} tokens only")
+    return replace(turn, cache=cache, block=tokens)
+
+
+def _reading(verb: Callable[..., Any]) -> Callable[..., Any]:
+    def read(turn: Round, *args: Any, **kwargs: Any) -> Any:
+        return verb(turn.cache, *args, **kwargs)
+
+    return read
+
+
+for _verb in (
+    *(verbs.fetch, verbs.fetch_columns, verbs.attend, verbs.attend_columns, verbs.mask),
+    *(verbs.max_rollback, verbs.batch_size, verbs.offsets, verbs.size),
+    *(width, own_columns, extents, layout, attend_over),
+):
+    _verb.register(Round, _reading(_verb))
+
+
+def _undecided(turn: Round, *_: Any, **__: Any) -> Any:
+    raise RoundError("a round is not decided yet: commit it, or roll it back, first")
+
+
+for _verb in (verbs.rollback, verbs.convert, verbs.take, verbs.join, verbs.with_reserve):
+    _verb.register(Round, _undecided)
