@@ -356,26 +356,37 @@ def _attend_columns(
     kernels: Mapping[str, Callable[..., mx.array]] | None = None,
     sinks: mx.array | None = None,
 ) -> mx.array | tuple[mx.array, mx.array]:
-    layout, codec = filled(cache, "attend"), cache.codec
+    layout = filled(cache, "attend")
+    codec, keys = _keys_at(cache, columns)
+    values = p.read(cache.values, columns)
+    options: Any = {"scale": scale, "phase": phase, "kernels": kernels, "sinks": sinks}
+    return attend_planes(queries, keys, values, codec, layout, mask, **options)
+
+
+def attend_planes(
+    queries: mx.array,
+    keys: Planes,
+    values: Planes,
+    codec: Codec,
+    layout: Layout,
+    mask: Any = None,
+    *,
+    scale: float | None = None,
+    phase: str = "decode",
+    kernels: Mapping[str, Callable[..., mx.array]] | None = None,
+    sinks: mx.array | None = None,
+) -> mx.array | tuple[mx.array, mx.array]:
+    """Attention over encoded planes, by the kernel of a phase; ``codec`` is one that reads them."""
     width = codec.keys.width(layout.head_dim)
     scale = layout.head_dim**-0.5 if scale is None else scale
     if sinks is not None:
         check_sinks(sinks, queries.shape[1])
     if width != layout.head_dim:
         queries = mx.pad(queries, [(0, 0)] * 3 + [(0, width - layout.head_dim)])
-    codec, keys = _keys_at(cache, columns)
     kernels = kernels_for(codec, dtype=queries.dtype) if kernels is None else kernels
     plain = mask is None or isinstance(mask, str)
     kernel = kernel_of(kernels, phase if plain or phase != "window" else "masked_window")
-    out = kernel(
-        queries,
-        keys,
-        p.read(cache.values, columns),
-        codec,
-        scale=scale,
-        mask=mask,
-        sinks=sinks,
-    )
+    out = kernel(queries, keys, values, codec, scale=scale, mask=mask, sinks=sinks)
     if phase == "partial":
         return _cut(out[0], layout.value_dim), out[1]
     return _cut(out, layout.value_dim)

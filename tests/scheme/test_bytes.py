@@ -226,6 +226,18 @@ def test_scores_of_head_dims_without_a_fused_kernel(layers, chunk, context, expe
     assert s.sdpa_fallback_bytes(Model("m", tuple(layers)), chunk, context) == expected
 
 
+def test_what_a_stream_shows():
+    stream = Stream(1, 64, 64, window=4, sinks=2)
+    assert (stream.bound, stream.seen(3), stream.seen(50)) == (6, 3, 6)
+    both = attrs.evolve(stream, chunk=3)
+    assert (both.bound, Stream(1, 64, 64).bound, Stream(1, 64, 64).seen(9)) == (5, None, 9)
+
+
+def test_windows_of_a_models_caches_keep_what_was_asked_for():
+    made = s.caches(MIXED, "bf16", reserve=7)
+    assert [each.geometry.policy.reserve for each in made[:3]] == [7, 7, 7]
+
+
 @pytest.mark.parametrize("value", [-1, 1.5, True, "3", None])
 def test_bad_numbers_of_tokens(value):
     smol = Model.from_config(SMOLLM2)

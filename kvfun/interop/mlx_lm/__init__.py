@@ -16,6 +16,7 @@ from ._attention import attention
 from ._calibrate import calibrated_prompt_cache
 from ._described import described
 from ._file import load
+from ._generate import DraftModel, Generated, PromptLookup, Proposal, speculative_generate
 from ._make import LayerReport, PromptCache, describe, make_prompt_cache
 from ._measure import measure
 from ._probe import Probed, probe
@@ -24,10 +25,14 @@ from ._speculative import speculative_cache
 from ._weights import weights_of
 
 __all__ = [
+    "DraftModel",
+    "Generated",
     "KVFunCache",
     "LayerReport",
     "Probed",
     "PromptCache",
+    "PromptLookup",
+    "Proposal",
     "attention",
     "calibrated_prompt_cache",
     "describe",
@@ -37,5 +42,6 @@ __all__ = [
     "measure",
     "probe",
     "speculative_cache",
+    "speculative_generate",
     "weights_of",
 ]

@@ -1,22 +1,4 @@
-"""Speculative rounds: a block of tokens that is read first and decided on afterwards.
-
-A round is a value around a cache. The verify block (the pending token and the drafts behind it) is
-appended to it and attends like any other; then all of it is kept (:func:`commit`), or its first
-tokens (:func:`rollback`). To abandon a round is to drop it.
-
->>> import kvfun, mlx.core as mx
->>> k = mx.random.normal((1, 2, 5, 64))
->>> cache = kvfun.append(kvfun.empty("kv4", window=8), k, k)
->>> turn = begin(cache, drafts=4)
->>> turn = kvfun.append(turn, k, k)                 # the pending token and four drafts
->>> out = kvfun.attend(turn, mx.random.normal((1, 8, 5, 64)), phase="window")
->>> cache = rollback(turn, keep=3)                  # two drafts were accepted
->>> kvfun.offsets(cache)
-(8,)
-
-A model's caches go through a round together: every function takes a tuple or list of them, one a
-layer, and returns such a one.
-"""
+"""Rounds: a block of tokens that follow one another."""
 
 from __future__ import annotations
 
@@ -25,13 +7,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from . import caches as verbs
-from .caches import KV, Chain, Delayed, Ragged, extents, layout, own_columns, settle, width
-from .caches._view import attend_over
-from .errors import RoundError
-from .record import record, replace, static
-
-__all__ = ["Round", "begin", "commit", "rollback"]
+from .. import caches as verbs
+from ..caches import KV, Chain, Delayed, Ragged, extents, layout, own_columns, settle, width
+from ..caches._view import attend_over
+from ..errors import RoundError
+from ..record import record, replace, static
 
 
 @record
