@@ -7,6 +7,7 @@ from ._empty import BLOCK, empty
 from ._extents import Extents, extents, own_columns, width
 from ._kv import KV, Layout, decoded
 from ._ragged import Ragged, ragged
+from ._rebased import Rebased, rebased
 from ._verbs import (
     append,
     attend,
@@ -40,6 +41,7 @@ __all__ = [
     "Extents",
     "Layout",
     "Ragged",
+    "Rebased",
     "View",
     "append",
     "attend",
@@ -65,6 +67,7 @@ __all__ = [
     "offsets",
     "own_columns",
     "ragged",
+    "rebased",
     "rollback",
     "seal",
     "settle",

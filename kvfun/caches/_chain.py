@@ -317,7 +317,7 @@ def _attend_columns(
 ) -> mx.array | tuple[mx.array, mx.array]:
     if sinks is not None:
         _kv.check_sinks(sinks, queries.shape[1])
-    masks = _masks(mask, queries.shape[2], [stride(runs) for runs in columns])
+    masks = masks_of(mask, queries.shape[2], [stride(runs) for runs in columns])
     reads = [
         (part, runs, mask)
         for part, runs, mask in zip(chain.parts, columns, masks, strict=True)
@@ -339,7 +339,7 @@ def _attend_columns(
     return (out, lse) if phase == "partial" else out.astype(queries.dtype)
 
 
-def _masks(mask: object, queries: int, counts: Sequence[int]) -> list:
+def masks_of(mask: object, queries: int, counts: Sequence[int]) -> list:
     """A mask over the columns of all parts, cut into that of each."""
     if mask is None:
         return [None] * len(counts)

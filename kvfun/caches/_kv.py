@@ -219,7 +219,7 @@ def at_least_one(queries: int) -> None:
         raise ShapeError(f"queries must be an integer >= 1, not {queries!r}")
 
 
-def _counted(cache: KV, queries: int) -> int:
+def own_count(cache: KV, queries: int) -> int:
     """``queries``, if so many tokens were appended (padding included)."""
     geometry = cache.geometry
     most = max(geometry.end(row) for row in geometry.rows)
@@ -321,7 +321,7 @@ def _attend(
 ) -> mx.array | tuple[mx.array, mx.array]:
     length = fitting(filled(cache, "attend"), queries, phase)
     geometry = cache.geometry
-    _counted(cache, length)
+    own_count(cache, length)
     options = {"scale": scale, "phase": phase, "kernels": kernels, "sinks": sinks}
     if mask is not None:
         spans = geometry.spans(length)
@@ -461,7 +461,7 @@ def fitting(layout: Layout, queries: mx.array, phase: str) -> int:
 
 @verbs.mask.register(KV)
 def _mask(cache: KV, queries: int = 1) -> Mask:
-    return cache.geometry.mask(_counted(cache, queries))
+    return cache.geometry.mask(own_count(cache, queries))
 
 
 # -- rollback, conversion -------------------------------------------------------------------------

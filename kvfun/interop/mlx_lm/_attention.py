@@ -14,7 +14,7 @@ import mlx.nn as nn
 
 from ... import caches as verbs
 from ...errors import UnsupportedError
-from ._handed import recall
+from ._handed import recall, routed
 
 NAME = "scaled_dot_product_attention"
 
@@ -51,9 +51,11 @@ def attention(
     for module in modules:
         _route(module)
     before, _kernels = _kernels, kernels
+    routed[0] += 1
     try:
         yield
     finally:
+        routed[0] -= 1
         _kernels = before
         for module in modules:
             _restore(module)

@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx_lm.models.cache as mlx_lm_cache
 
 from ... import tree
-from ...caches import KV, Chain, Delayed, empty, settle
+from ...caches import Chain, Delayed, Rebased, empty, rebased, settle
 from ...codecs import Codec, Rope, with_rope
 from ...errors import CodecError, SpecError, UnsupportedError
 from ...kernels import FUSED, kernels_for, multiplies_packed
@@ -97,6 +97,7 @@ def make_prompt_cache(
     residual: int = 0,
     block: int = BLOCK,
     raw_sinks: int | None = None,
+    rebase: bool = False,
 ) -> PromptCache:
     """A cache for every layer of an mlx-lm model, in the codec of ``spec``.
 
@@ -116,6 +117,9 @@ def make_prompt_cache(
         residual: the newest tokens stay as they came, at least so many, see :func:`kvfun.empty`.
         block: tokens encoded at once when they leave the residual.
         raw_sinks: the first tokens stay as they came; by default as many as the codec learns from.
+        rebase: keep the sinks of ``max_size`` right before the window, whatever was dropped in
+            between (:func:`kvfun.rebased`). Blocks of several tokens are then only read within
+            :func:`attention`.
 
     A codec that stores keys less their mean is told which RoPE each layer's keys go through, as far
     as the model hands the cache what ``mx.fast.rope`` returned.
@@ -127,7 +131,7 @@ def make_prompt_cache(
     if isinstance(spec, KvScheme):
         if residual or raw_sinks is not None or block != BLOCK:
             raise SpecError("residual, block and raw_sinks are the scheme's own")
-        return _of_scheme(model, spec, max_size, sinks, reserve)
+        return _rebased(_of_scheme(model, spec, max_size, sinks, reserve), max_size, rebase)
     codecs = [spec] if isinstance(spec, str | Codec) else list(spec)
     codec, *others = codecs = [Codec.of(each) for each in codecs]
     _check_size(max_size, sinks)
@@ -137,7 +141,22 @@ def make_prompt_cache(
     can = can_be_packed(empty(codec, **raw)) and not others
     packed = can and multiplies_packed() and not modules & QUERIES_TWICE
     first = _Recipe(codec, max_size, sinks, reserve, packed, codec, raw, layers=tuple(codecs))
-    return _made(model, first, failure)
+    return _rebased(_made(model, first, failure), max_size, rebase)
+
+
+def _rebased(caches: PromptCache, max_size: int | None, rebase: bool) -> PromptCache:
+    """The caches, those with sinks counting positions within them."""
+    if not rebase:
+        return caches
+    if max_size is None:
+        raise ValueError("rebase is for windows with sinks: say max_size, too")
+    for shell in [shell for entry in caches for shell in shells_of(entry)]:
+        if not shell.record.geometry.policy.sinks:
+            continue
+        if shell.rope is None:
+            raise UnsupportedError("which RoPE the keys go through is not known")
+        shell.record = rebased(shell.record, shell.rope)
+    return caches
 
 
 def _check_size(max_size: int | None, sinks: int) -> None:
@@ -254,6 +273,7 @@ def _told(caches: PromptCache, ropes: Sequence[Rope | None]) -> PromptCache:
     shells = [shell for entry in caches for shell in shells_of(entry)]
     for shell, rope in zip(shells, ropes, strict=True):
         shell.record = with_codecs(shell.record, partial(with_rope, rope=rope))
+        shell.rope = rope
     return caches
 
 
@@ -317,7 +337,6 @@ class _Asked(KVFunCache):
     def __init__(self, *args: Any):
         super().__init__(*args)
         self.asked: set[int] = set()
-        self.rope: Rope | None = None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array):
         self.rope = rope_of(keys)
@@ -368,15 +387,16 @@ def _reports(index: int, cache: Any) -> Iterator[LayerReport]:
         yield LayerReport(index, None, type(cache).__name__, "")
 
 
-def _kind(record: KV | Chain | Delayed) -> str:
+def _kind(record: Any) -> str:
     policy = record.geometry.policy
     parts = [f"window {policy.window}"] if policy.window is not None else []
     parts += [f"chunk {policy.chunk}"] if policy.chunk is not None else []
-    parts += [f"{policy.sinks} sinks"] if policy.sinks else []
+    near = " right before it" if isinstance(record, Rebased) else ""
+    parts += [f"{policy.sinks} sinks{near}"] if policy.sinks else []
     return ", ".join([*(parts or ["full"]), *_raw(record)])
 
 
-def _raw(record: KV | Chain | Delayed) -> list[str]:
+def _raw(record: Any) -> list[str]:
     """What stays as it came."""
     if isinstance(record, Delayed):
         return [] if record.converted else [f"{record.target.spec} from {record.start} tokens on"]

@@ -10,13 +10,13 @@ import mlx_lm.models.cache as mlx_lm_cache
 from ... import caches as verbs
 from ... import planes as p
 from ... import tree
-from ...caches import KV, Chain, Delayed
-from ...codecs import Affine
+from ...caches import KV, Chain, Delayed, Rebased
+from ...codecs import Affine, Rope
 from ...errors import CorruptError
 from ...geometry import Geometry, Mask, Segments, mask_array
 from ...record import replace
 from . import _state
-from ._handed import Handed, remember
+from ._handed import Handed, is_routed, remember
 
 OLD_PROTOCOL = hasattr(mlx_lm_cache._BaseCache, "meta_state")
 """Up to mlx-lm 0.32.0 a cache's state is arrays, and its scalars are strings beside them."""
@@ -44,9 +44,13 @@ class KVFunCache:
     routed = True
     """Whether attention may read encoded what is handed out, within :func:`attention`."""
 
-    def __init__(self, record: KV | Chain | Delayed, packed: bool = False, exact: bool = True):
+    def __init__(
+        self, record: KV | Chain | Delayed | Rebased, packed: bool = False, exact: bool = True
+    ):
         self.record = record
         self.exact = exact
+        self.rope: Rope | None = None
+        """The rotation that the model's keys go through, where it is known."""
         self.block = 1
         """Tokens of the last append: what a model attends with right afterwards."""
         if packed:
@@ -71,6 +75,8 @@ class KVFunCache:
             keys, values = verbs.fetch_columns(record, columns)
         else:
             keys, values = p.read(record.keys, columns), p.read(record.values, columns)
+        if isinstance(record, Rebased) and self.block > 1 and not is_routed():
+            verbs.fetch(record, queries=self.block)  # raises where keys cannot say it
         if self.routed:
             remember(keys, values, Handed(record, columns, self.block))
         return keys, values
@@ -255,13 +261,13 @@ class KVFunCache:
         record = self.record
         if isinstance(record, Chain):
             self.record = record.with_parts(parts)
-        elif isinstance(record, Delayed):
+        elif isinstance(record, Delayed | Rebased):
             self.record = replace(record, inner=parts[0])
         else:
             self.record = parts[0]
 
 
-def can_be_packed(record: KV | Chain | Delayed) -> bool:
+def can_be_packed(record: KV | Chain | Delayed | Rebased) -> bool:
     """Whether mlx-lm's quantized attention can read the planes: one affine codec, unpadded."""
     keys, values = record.codec.keys, record.codec.values
     plain = isinstance(keys, Affine) and not keys.pad and not keys.half
@@ -269,7 +275,7 @@ def can_be_packed(record: KV | Chain | Delayed) -> bool:
     return packed and isinstance(record, KV)
 
 
-def restored(strings: Any, planes: list[mx.array]) -> tuple[KV | Chain | Delayed, bool]:
+def restored(strings: Any, planes: list[mx.array]) -> tuple[KV | Chain | Delayed | Rebased, bool]:
     """The record that a description stands for, and whether it was handed out packed.
 
     Raises:
@@ -296,7 +302,7 @@ def _narrowed(
 
 
 def _parts(record: Any) -> tuple[KV, ...]:
-    if isinstance(record, Delayed):
+    if isinstance(record, Delayed | Rebased):
         inner: Any = record.inner
         return (inner,)
     return record.parts if isinstance(record, Chain) else (record,)

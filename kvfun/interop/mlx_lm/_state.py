@@ -8,15 +8,15 @@ import attrs
 import mlx.core as mx
 
 from ... import planes as p
-from ...caches import KV, Chain, Delayed, Layout
-from ...codecs import Codec, learnt_arrays, with_learnt
+from ...caches import KV, Chain, Delayed, Layout, Rebased, rebased
+from ...codecs import Codec, Rope, learnt_arrays, with_learnt
 from ...errors import CorruptError, UnsupportedError
 from ...geometry import Ageing, Geometry, Policy, Relayout, Row, round_up
 
 VERSION = 1
 
 
-Record = KV | Chain | Delayed
+Record = KV | Chain | Delayed | Rebased
 
 
 def dump(cache: Record, queries: int | None = None) -> tuple[str, list[mx.array]]:
@@ -31,6 +31,10 @@ def dump(cache: Record, queries: int | None = None) -> tuple[str, list[mx.array]
         header, planes = _dump_chain(cache)
     elif isinstance(cache, Delayed):
         header, planes = _dump_delayed(cache, queries)
+    elif isinstance(cache, Rebased):
+        said, planes = _dump(cache.inner, queries)
+        header = {"kvfun": VERSION, "rebased": said, "traditional": cache.rope.traditional}
+        planes = [*planes, cache.rope.frequencies]
     else:
         header, planes = _dump(cache, queries)
     return json.dumps(header, separators=(",", ":")), planes
@@ -134,7 +138,25 @@ def load(header: str, planes: list[mx.array]) -> Record:
         raise CorruptError(f"the state has version {version!r}; this kvfun reads {VERSION}")
     if "delayed" in said:
         return _load_delayed(said, planes)
+    if "rebased" in said:
+        return _load_rebased(said, planes)
     return _load_chain(said, planes) if "chain" in said else _load(said, planes)
+
+
+def _load_rebased(said: dict, planes: list[mx.array]) -> Rebased:
+    try:
+        *planes, frequencies = planes
+        rope = Rope(frequencies, said["traditional"])
+        if type(rope.traditional) is not bool or frequencies.ndim != 1 or not frequencies.size:
+            raise ValueError(f"a RoPE of {frequencies.shape}")
+        inner = _load(said["rebased"], planes)
+        if inner.layout is not None and rope.dims > inner.layout.head_dim:
+            raise ValueError(f"a RoPE of {rope.dims} for {inner.layout}")
+        return rebased(inner, rope)
+    except CorruptError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CorruptError(f"the state of a rebased kvfun cache is damaged: {error}") from error
 
 
 def _load_delayed(said: dict, planes: list[mx.array]) -> Delayed:
