@@ -123,6 +123,12 @@ def test_sides_take_turns(monkeypatch):
     assert all(0 <= lap.host <= lap.total for lap in laps.values())
 
 
+def test_rounds(bench):
+    rows, _ = bench("rounds", "--columns", "300", "--runs", "3", "--specs", "kv4")
+    assert [row["way"] for row in rows] == ["append", "append, rollback", "round", "tree"] * 2
+    assert all(row["total_us"] > row["host_us"] > 0 for row in rows)
+
+
 def test_rotated(bench):
     options = ["--columns", "96", "--runs", "1", "--no-model"]
     rows, _ = bench("rotated", *options, "--specs", "rot-k4v4,turbo-k8v3")

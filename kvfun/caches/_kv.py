@@ -470,7 +470,9 @@ def _mask(cache: KV, queries: int = 1) -> Mask:
 @verbs.rollback.register(KV)
 def _rollback(cache: KV, tokens: int | Sequence[int]) -> KV:
     geometry = cache.geometry.rolled_back(counts_of(tokens, _batch_size(cache)))
-    return cache if cache.layout is None else replace(cache, geometry=geometry)
+    if cache.layout is None:
+        return cache
+    return KV(cache.keys, cache.values, cache.codec, geometry, cache.layout)
 
 
 def counts_of(tokens: int | Sequence[int], batch: int) -> tuple[int, ...]:

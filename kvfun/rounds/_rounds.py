@@ -8,10 +8,21 @@ from typing import Any
 import mlx.core as mx
 
 from .. import caches as verbs
-from ..caches import KV, Chain, Delayed, Ragged, extents, layout, own_columns, settle, width
+from ..caches import (
+    KV,
+    Chain,
+    Delayed,
+    Ragged,
+    Rebased,
+    extents,
+    layout,
+    own_columns,
+    settle,
+    width,
+)
 from ..caches._view import attend_over
 from ..errors import RoundError
-from ..record import record, replace, static
+from ..record import record, static
 
 
 @record
@@ -48,13 +59,16 @@ def begin(cache: Any, drafts: int) -> Any:
     Conversions that are due (:class:`kvfun.Delayed`) are made first: what is not decided counts
     towards none.
 
+    The caches of this library can take back their last append whatever was dropped before, so any
+    number of drafts fits. The append to a round of another record that could not is refused, and
+    the cache is what it was.
+
     Args:
         cache: any record, or several.
         drafts: the most tokens that may follow the pending one.
 
     Raises:
-        RoundError: no number of drafts, a round inside a round, or a cache that could not take
-            back so many tokens; nothing was written.
+        RoundError: no number of drafts, or a round inside a round.
     """
     if isinstance(drafts, bool) or not isinstance(drafts, int) or drafts < 0:
         raise RoundError(f"drafts must be an integer >= 0, not {drafts!r}")
@@ -62,9 +76,7 @@ def begin(cache: Any, drafts: int) -> Any:
         return type(cache)([begin(each, drafts) for each in cache])
     if isinstance(cache, Round):
         raise RoundError("a round inside a round: commit the first one, or roll it back")
-    cache = settle(cache)
-    _check_room(cache, drafts + 1)
-    return Round(cache, drafts)
+    return Round(settle(cache), drafts)
 
 
 def commit(turn: Any) -> Any:
@@ -98,6 +110,8 @@ def _rejected(turn: Round, keep: int | Sequence[int]) -> int | list[int]:
     """How many tokens each row gives back."""
     if not turn.block:
         raise RoundError("nothing was appended to the round")
+    if type(keep) is int and 0 <= keep <= turn.block:
+        return turn.block - keep
     many = isinstance(keep, Sequence) and not isinstance(keep, str)
     numbers: list[Any] = list(keep) if isinstance(keep, Sequence) else [keep]
     batch = verbs.batch_size(turn.cache)
@@ -114,29 +128,8 @@ def _rejected(turn: Round, keep: int | Sequence[int]) -> int | list[int]:
     return rejected if many else rejected[0]
 
 
-def _check_room(cache: Any, tokens: int) -> None:
-    """Whether a cache could take back a block, from integers alone.
-
-    Raises:
-        RoundError: it could not.
-    """
-    for part in _parts(cache):
-        _, after = part.geometry.advance(tokens)
-        most = min(after.max_rollback())
-        if most < tokens:
-            raise RoundError(
-                f"the cache could take back {most} of {tokens} tokens only: fewer drafts, or build "
-                "it with a larger reserve"
-            )
-
-
-def _parts(cache: Any) -> tuple[Any, ...]:
-    """The caches whose geometry says what can be taken back; of other records none is known."""
-    if isinstance(cache, Delayed):
-        return _parts(cache.inner)
-    if isinstance(cache, Ragged):
-        return tuple([each for part in cache.parts for each in _parts(part)])
-    return (cache,) if isinstance(cache, KV | Chain) else ()
+_EXACT = (KV, Chain, Delayed, Ragged, Rebased)
+"""Records that can always take back their last append, whole."""
 
 
 @verbs.append.register(Round)
@@ -149,10 +142,14 @@ def _append(turn: Round, keys: mx.array, values: mx.array) -> Round:
         raise RoundError(
             f"a block of {tokens} tokens in a round of {turn.drafts} drafts and a pending token"
         )
-    short = [most for most in verbs.max_rollback(cache) if most < tokens]
-    if short:
-        raise RoundError(f"the cache can take back {short[0]} of the block's {tokens} tokens only")
-    return replace(turn, cache=cache, block=tokens)
+    if not isinstance(cache, _EXACT):
+        short = [most for most in verbs.max_rollback(cache) if most < tokens]
+        if short:
+            raise RoundError(
+                f"the cache can take back {short[0]} of the block's {tokens} tokens only: fewer "
+                "drafts, or a larger reserve"
+            )
+    return Round(cache, turn.drafts, tokens)
 
 
 def _reading(verb: Callable[..., Any]) -> Callable[..., Any]:

@@ -71,16 +71,18 @@ def check(batch, alone, last):
     fetched, columns = kvfun.fetch(batch, queries=last), kvfun.caches.width(batch, last)
     mask = kvfun.mask(batch, last)
     shown = mask if isinstance(mask, mx.array) else mask_array(mask, queries=last, columns=columns)
+    extents = kvfun.caches.extents(batch, last)
     for index, cache in enumerate(alone):
         one = kvfun.attend(cache, q[index : index + 1], phase="window")
         assert mx.allclose(out[index : index + 1], one, atol=2e-5).item()
-        own = kvfun.fetch(cache, queries=last)
-        width = own[0].shape[2]
-        for side, theirs in zip(fetched, own, strict=True):
-            row = side[index : index + 1, :, columns - width :]
+        own = [*range(*extents.pinned[index]), *range(extents.starts[index], extents.ends[index])]
+        assert own
+        for side, theirs in zip(fetched, kvfun.fetch(cache, queries=last), strict=True):
+            row = side[index : index + 1, :, mx.array(own)]
             assert mx.array_equal(row, theirs.astype(row.dtype)).item()
         if shown is not None and shown.ndim == 4:
-            assert not mx.any(shown[index, ..., : columns - width]).item()
+            others = [column for column in range(columns) if column not in own]
+            assert not others or not mx.any(shown[index, ..., mx.array(others)]).item()
 
 
 def test_neighbours_that_are_alike_become_one():

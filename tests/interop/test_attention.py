@@ -38,7 +38,8 @@ def calls(monkeypatch):
     phases: list[str] = []
     attend, fetch = kvfun.caches.attend_columns, kvfun.caches.fetch_columns
 
-    def counted(cache, queries, spans, mask, *, scale, phase, sinks):
+    def counted(cache, queries, spans, mask, *, scale, phase, sinks, kernels=None):
+        assert kernels is None  # the cache's own
         phases.append(phase)
         out = attend(cache, queries, spans, mask, scale=scale, phase=phase, sinks=sinks)
         decoded = [x.astype(queries.dtype) for x in fetch(cache, spans)]
