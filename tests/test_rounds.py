@@ -187,7 +187,7 @@ class RoundMachine(RuleBasedStateMachine):
 
 
 TestRounds = RoundMachine.TestCase
-TestRounds.settings = settings(max_examples=max(15, settings().max_examples // 4))
+TestRounds.settings = settings(max_examples=max(15, settings().max_examples // 2))
 
 
 @given(

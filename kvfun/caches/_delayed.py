@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
@@ -199,16 +199,10 @@ def _join(*caches: Delayed) -> Delayed:
     )
 
 
-def _of_inner(verb: Callable[..., Any]) -> Callable[..., Any]:
-    def reading(cache: Delayed, *args: Any, **kwargs: Any) -> Any:
-        return verb(cache.inner, *args, **kwargs)
-
-    return reading
-
-
-for _verb in (
+verbs.reads(
+    Delayed,
+    "inner",
     *(verbs.fetch, verbs.fetch_columns, verbs.attend, verbs.attend_columns, verbs.mask),
     *(verbs.max_rollback, verbs.batch_size, verbs.offsets, verbs.size),
     *(width, own_columns, extents, layout, attend_over),
-):
-    _verb.register(Delayed, _of_inner(_verb))
+)

@@ -206,21 +206,15 @@ def _changed(verb: Callable[..., Any]) -> Callable[..., Any]:
     return change
 
 
-def _read(verb: Callable[..., Any]) -> Callable[..., Any]:
-    def read(cache: Rebased, *args: Any, **kwargs: Any) -> Any:
-        return verb(cache.inner, *args, **kwargs)
-
-    return read
-
-
 for _verb in (verbs.append, verbs.rollback, verbs.convert, verbs.take, verbs.with_reserve):
     _verb.register(Rebased, _changed(_verb))
 
-for _verb in (
+verbs.reads(
+    Rebased,
+    "inner",
     *(verbs.mask, verbs.max_rollback, verbs.batch_size, verbs.offsets, verbs.size),
     *(width, own_columns, extents, layout),
-):
-    _verb.register(Rebased, _read(_verb))
+)
 
 
 @verbs.join.register(Rebased)

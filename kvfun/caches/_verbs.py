@@ -281,6 +281,16 @@ def mask(cache: Any, queries: int = 1) -> Mask:
     raise _unknown("mask", cache)
 
 
+def reads(kind: type, field: str, *verbs: Any) -> None:
+    """Let verbs read a record by reading the cache in one of its fields."""
+
+    def reading(verb: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda cache, *args, **options: verb(getattr(cache, field), *args, **options)
+
+    for verb in verbs:
+        verb.register(kind, reading(verb))
+
+
 def nbytes(cache: Any) -> int:
     """Bytes of the arrays that the cache holds, spare columns included."""
     return tree.nbytes(cache)

@@ -7,20 +7,20 @@ from typing import Any
 
 import mlx.core as mx
 
-from .. import caches as verbs
 from ..caches import (
     KV,
     Chain,
     Delayed,
     Ragged,
     Rebased,
+    attend_over,
     extents,
     layout,
     own_columns,
     settle,
     width,
 )
-from ..caches._view import attend_over
+from ..caches import _verbs as verbs
 from ..errors import RoundError
 from ..record import record, static
 
@@ -152,19 +152,13 @@ def _append(turn: Round, keys: mx.array, values: mx.array) -> Round:
     return Round(cache, turn.drafts, tokens)
 
 
-def _reading(verb: Callable[..., Any]) -> Callable[..., Any]:
-    def read(turn: Round, *args: Any, **kwargs: Any) -> Any:
-        return verb(turn.cache, *args, **kwargs)
-
-    return read
-
-
-for _verb in (
+verbs.reads(
+    Round,
+    "cache",
     *(verbs.fetch, verbs.fetch_columns, verbs.attend, verbs.attend_columns, verbs.mask),
     *(verbs.max_rollback, verbs.batch_size, verbs.offsets, verbs.size),
     *(width, own_columns, extents, layout, attend_over),
-):
-    _verb.register(Round, _reading(_verb))
+)
 
 
 def _undecided(turn: Round, *_: Any, **__: Any) -> Any:

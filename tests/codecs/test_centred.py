@@ -257,6 +257,18 @@ def test_the_error_of_attention_is_that_of_the_best_in_the_field(kinds_of_keys, 
         assert output_error(Codec.of(spec), *kinds_of_keys[3]) <= 1.05 * GATES[spec][3]
 
 
+@pytest.mark.parametrize(("loud", "gate"), [(1, 0.232), (3, 0.380)])
+def test_the_error_of_attention_with_scales_by_32_numbers(loud, gate):
+    """A mean of five draws, which differ by a few percent."""
+    errors = []
+    for seed in (0, 1, 2, 3, 16):
+        random = np.random.default_rng(seed)
+        keys, values = random.normal(size=(2, TOKENS, DIM))
+        queries = loud * random.normal(size=(QUERIES, DIM))
+        errors.append(output_error(Codec.of("rot-k3v3-g32"), queries, keys, values, converted=True))
+    assert np.mean(errors) <= 1.03 * gate
+
+
 # -- what the mean is learnt from -----------------------------------------------------------------
 
 

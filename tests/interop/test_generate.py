@@ -70,6 +70,18 @@ def test_it_says_what_plain_generation_says(name):
     assert 0 < sum(each.from_draft for each in found) < LENGTH
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in REFUSED])
+def test_and_in_a_window_with_sinks_from_other_weights(name):
+    model, prompt = oracle.model(name, 1), archs.prompt(26, 1)
+    options = {"spec": "plain", "max_size": 11, "sinks": 2}
+    try:
+        truth = plain(model, prompt, 20, **options)
+    except UnsupportedError as error:
+        pytest.skip(str(error))
+    found = spoken(model, prompt, Oracle(truth, prompt), 20, num_drafts=4, **options)
+    assert [each.token for each in found] == truth
+
+
 WINDOWED = [n for n in ("llama", "gemma3", "gpt_oss", "llama4", "qwen3_next") if n in NAMES]
 
 
