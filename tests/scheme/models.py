@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import attrs
 from hypothesis import strategies as st
 
 from kvfun.scheme import Layer, Model, State, Stream
+
+CONFIGS = Path(__file__).parent / "configs"
+
+
+def names() -> list[str]:
+    """The published configs."""
+    return sorted(file.stem for file in CONFIGS.glob("*.json"))
+
+
+def config_of(name: str) -> dict:
+    """A published config."""
+    return json.loads((CONFIGS / f"{name}.json").read_text())
+
 
 LLAMA_8B = {
     "model_type": "llama",

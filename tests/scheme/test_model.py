@@ -12,7 +12,7 @@ from kvfun.errors import ConfigError, UnsupportedError
 from kvfun.scheme import Model, State
 from kvfun.scheme._kinds import SPELLINGS
 
-from .families import FAMILIES
+from .models import config_of, names
 
 BASE = {
     "model_type": "some",
@@ -208,7 +208,7 @@ def test_no_value_of_any_key_is_a_crash(data, name, value):
     """Every damage of a real config is a model, or an error of ours that names a key."""
     config = copy.deepcopy(BASE)
     if data.draw(st.booleans()):
-        config = copy.deepcopy(FAMILIES[data.draw(st.sampled_from(sorted(FAMILIES)))].config)
+        config = config_of(data.draw(st.sampled_from(names())))
         inner = config.get("text_config", config)
         name = data.draw(st.sampled_from(sorted(inner)))
         inner[name] = value
