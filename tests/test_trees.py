@@ -101,7 +101,10 @@ def test_what_is_fetched_under_the_mask_is_what_attention_reads(made, parents):
     k, v = [mx.repeat(x.astype(mx.float32), 2, axis=1) for x in (keys, values)]
     scores = mx.where(mask, q @ k.swapaxes(-1, -2) * DIM**-0.5, -mx.inf)
     dense = mx.softmax(scores, axis=-1) @ v
-    assert mx.allclose(kvfun.attend(turn, q, phase="window"), dense, atol=3e-5).item()
+    # TurboQuant's numbers are rounded to float16 when they are fetched
+    rounded = made[0].codec.spec.startswith("turbo")
+    out = kvfun.attend(turn, q, phase="window")
+    assert mx.allclose(out, dense, atol=1e-2 if rounded else 3e-5).item()
 
 
 def test_a_chain_of_drafts_is_a_tree():
