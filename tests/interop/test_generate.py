@@ -27,6 +27,8 @@ from tests.interop import oracle
 from tests.interop.test_architectures import NAMES
 
 REFUSED = {"deepseek_v41"}
+if "gemma3n" in archs.CHUNKS_DIFFER:  # in older mlx-lm it depends on how tokens are fed
+    REFUSED |= {"gemma3n"}
 LENGTH = 24
 REPEATING = archs.prompt(13) * 3
 
