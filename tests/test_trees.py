@@ -216,3 +216,6 @@ def test_a_tree_does_not_reach_across_the_raw_first_tokens():
     with pytest.raises(RoundError, match="6 raw first tokens"):
         begin_tree(kvfun.append(made, *block(0, 5)), [-1, 0])
     assert begin_tree(kvfun.append(made, *block(0, 6)), [-1, 0]).depths == (0, 1)
+    rows = [kvfun.append(made, *block(0, n)) for n in (9, 3)]
+    with pytest.raises(RoundError, match="6 raw first tokens"):
+        begin_tree(kvfun.stack(rows), [-1])

@@ -91,6 +91,8 @@ def test_neighbours_that_are_alike_become_one():
     batch = kvfun.ragged([one, one, other, one])
     assert [kvfun.batch_size(part) for part in batch.parts] == [2, 1, 1]
     assert isinstance(kvfun.ragged([one, one]), kvfun.KV)
+    narrow = kvfun.append(kvfun.empty("kv4", window=4), k, v)
+    assert [kvfun.batch_size(part) for part in kvfun.ragged([one, narrow, one]).parts] == [1, 1, 1]
     assert isinstance(kvfun.take(batch, [0, 1, 3]), kvfun.KV)
     again = kvfun.concat([batch, kvfun.ragged([one, other])])
     assert [kvfun.batch_size(part) for part in again.parts] == [2, 1, 2, 1]

@@ -113,6 +113,13 @@ def test_draft_models_of_any_kind(name, other):
     assert [each.token for each in found] == truth
 
 
+def test_windows_of_a_draft_model_can_take_back_a_whole_round():
+    drafter = DraftModel(oracle.model("gemma3", seed=1))
+    spoken(oracle.model("llama"), archs.prompt(30), drafter, 8, num_drafts=3)
+    reserves = {shell.record.geometry.policy.reserve for shell in drafter.reader._shells}
+    assert min(reserves) >= 3
+
+
 def test_a_draft_model_that_is_the_model_is_always_right():
     for name in ("gemma3", "qwen3_next"):
         model, prompt = oracle.model(name), archs.prompt(30)

@@ -123,6 +123,12 @@ def test_the_report_says_which_layers_a_scheme_leaves_and_why():
     assert "turbo is for full attention" in describe(caches)
 
 
+def test_what_indexes_the_keys_stays_bf16():
+    caches = make_prompt_cache(oracle.model("deepseek_v32"), KvScheme.of("kv8-g32"))
+    specs = [[shell.record.codec.spec for shell in oracle.leaves([each])] for each in caches]
+    assert specs == [["kv8-g32", "bf16"]] * 2
+
+
 def test_by_layer_schemes_count_the_models_layers_not_its_caches():
     model = oracle.model("nemotron_h")  # M * - M E *: six layers, four of which keep something
     caches = make_prompt_cache(model, KvScheme.by_layer({5: "kv8-g32"}))
@@ -224,6 +230,8 @@ def test_experts_that_a_token_is_not_routed_to_are_not_read():
         x.nbytes for path, x in tree_flatten(oracle.model("mixtral").parameters()) if x.ndim == 3
     ]
     assert found.skipped == sum(experts) // 2  # two of four
+    one = weights_of({**config, "num_experts_per_tok": 1})
+    assert one.skipped == sum(experts) * 3 // 4
     assert weights_of(config, 2 * found.total).skipped == pytest.approx(2 * found.skipped, abs=2)
     assert weights_of(archs.ARCHITECTURES["llama"]).skipped == 0
 
