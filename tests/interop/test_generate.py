@@ -1,269 +1,229 @@
-"""Speculative generation says what plain generation says, on every architecture."""
+"""mlx-lm's generators, its store of prompt caches and its server's questions, on kvfun caches."""
 
 from __future__ import annotations
 
-from collections import Counter
+import copy
+from typing import Any
 
 import mlx.core as mx
-import numpy as np
 import pytest
 
 pytest.importorskip("mlx_lm")
 
-import kvfun
-from kvfun.errors import ShapeError, UnsupportedError
-from kvfun.interop.mlx_lm import (
-    DraftModel,
-    PromptLookup,
-    Proposal,
-    attention,
-    make_prompt_cache,
-    speculative_generate,
-)
-from kvfun.interop.mlx_lm import _generate as g
-from kvfun.scheme import KvScheme
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prompt_cache
+
+from kvfun.errors import RollbackError
+from kvfun.interop.mlx_lm import describe, make_prompt_cache
 from tests.interop import architectures as archs
 from tests.interop import oracle
-from tests.interop.test_architectures import NAMES
 
-REFUSED = {"deepseek_v41"}
-if "gemma3n" in archs.CHUNKS_DIFFER:  # in older mlx-lm it depends on how tokens are fed
-    REFUSED |= {"gemma3n"}
-LENGTH = 24
-REPEATING = archs.prompt(13) * 3
+PROMPT = oracle.PROMPT
+SPECS = ["plain", "kv8-g32"]
 
 
-class Oracle:
-    """Drafts the true continuation, wrong from a place on that moves: every length is accepted."""
-
-    def __init__(self, truth, prompt):
-        self.truth, self.prompt, self.round = list(truth), len(prompt), 0
-
-    def propose(self, tokens, most):
-        said = len(tokens) - self.prompt
-        drafts = self.truth[said : said + most]
-        wrong = self.round % (most + 2)
-        self.round += 1
-        return Proposal([t if i < wrong else (t + 1) % archs.VOCAB for i, t in enumerate(drafts)])
+def run(model: Any, cache: Any, tokens: list[int]) -> Any:
+    """The caches after tokens, in the chunks and single steps that generators make."""
+    oracle.logits(model, cache, tokens[:-1], 13)
+    model(mx.array([tokens[-1:]]), cache=cache)
+    mx.eval([one.state for one in cache])
+    return cache
 
 
-def plain(model, prompt, count=LENGTH, **options):
-    """One token at a time, the likeliest."""
-    caches = make_prompt_cache(model, **options)
-    said, step = [], mx.array([prompt])
-    for _ in range(count):
-        token = mx.argmax(model(step, cache=caches)[0, -1]).item()
-        said.append(token)
-        step = mx.array([[token]])
-    return said
+def cold(model: Any, spec: str, tokens: list[int], count: int = 8) -> list[int]:
+    return archs.greedy(model, tokens, count, make_prompt_cache(model, spec))
 
 
-def spoken(model, prompt, drafter, count=LENGTH, **options):
-    made = speculative_generate(model, prompt, drafter, max_tokens=count, **options)
-    return list(made)
+# -- generate_step ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in REFUSED])
-def test_it_says_what_plain_generation_says(name):
-    model, prompt = oracle.model(name), archs.prompt(30)
-    truth = plain(model, prompt, spec="plain")
-    found = spoken(model, prompt, Oracle(truth, prompt), num_drafts=3)
-    assert [each.token for each in found] == truth
-    assert 0 < sum(each.from_draft for each in found) < LENGTH
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next", "gpt_oss"])
+@pytest.mark.parametrize("spec", [*SPECS, "k8v4-g32"])
+def test_generate_step_in_turns(name, spec):
+    """Two turns on one list, on mlx-lm's own stream and on whatever stream is the default."""
+    model, whole = oracle.model(name), make_prompt_cache(oracle.model(name), spec)
+    said = archs.greedy(model, PROMPT, 10, whole)
+    assert {one.offset for one in whole if hasattr(one, "offset")} == {51}
+    first = said[:10]
+    second = archs.greedy(model, [7, 8, 9], 10, whole)
+    assert second == cold(model, spec, [*PROMPT, *first, 7, 8, 9], 10)
+    logits = oracle.logits(model, make_prompt_cache(model, spec), PROMPT, 13, 1)
+    assert int(mx.argmax(logits[-1])) == first[0]
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in REFUSED])
-def test_and_in_a_window_with_sinks_from_other_weights(name):
-    model, prompt = oracle.model(name, 1), archs.prompt(26, 1)
-    options = {"spec": "plain", "max_size": 11, "sinks": 2}
-    try:
-        truth = plain(model, prompt, 20, **options)
-    except UnsupportedError as error:
-        pytest.skip(str(error))
-    found = spoken(model, prompt, Oracle(truth, prompt), 20, num_drafts=4, **options)
-    assert [each.token for each in found] == truth
+def test_stopping_early_leaves_the_caches_usable():
+    model = oracle.model("gemma3_text")
+    cache = make_prompt_cache(model, "kv8-g32")
+    steps = generate_step(mx.array(PROMPT), model, max_tokens=20, prompt_cache=cache)
+    said = [int(token) for token, _ in (next(steps), next(steps), next(steps))]
+    steps.close()
+    assert {one.offset for one in cache} == {44}
+    assert archs.greedy(model, [5], 6, cache) == cold(model, "kv8-g32", [*PROMPT, *said, 5], 6)
 
 
-WINDOWED = [n for n in ("llama", "gemma3", "gpt_oss", "llama4", "qwen3_next") if n in NAMES]
-
-
-@pytest.mark.parametrize("name", WINDOWED)
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("size", [5, 12, 40])
-def test_windows_of_any_size_and_other_seeds(name, seed, size):
-    model, prompt = oracle.model(name, seed), archs.prompt(30, seed)
-    options = {"spec": "plain", "max_size": size, "sinks": 2}
-    try:
-        truth = plain(model, prompt, 40, **options)
-    except UnsupportedError:
-        assert name == "llama4"  # its chunk is wider
-        return
-    drafts = 1 + 2 * seed
-    found = spoken(model, prompt, Oracle(truth, prompt), 40, num_drafts=drafts, **options)
-    assert [each.token for each in found] == truth
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next", "mamba2", "falcon_h1", "jamba"])
-@pytest.mark.parametrize("other", ["llama", "qwen3_next", "gemma3"])
-def test_draft_models_of_any_kind(name, other):
-    """A draft model with a window or a recurrent state goes back as exactly as the other."""
-    model, prompt = oracle.model(name), archs.prompt(30)
-    truth = plain(model, prompt, spec="plain")
-    found = spoken(model, prompt, DraftModel(oracle.model(other, seed=1)), num_drafts=3)
-    assert [each.token for each in found] == truth
-
-
-def test_windows_of_a_draft_model_can_take_back_a_whole_round():
-    drafter = DraftModel(oracle.model("gemma3", seed=1))
-    spoken(oracle.model("llama"), archs.prompt(30), drafter, 8, num_drafts=3)
-    reserves = {shell.record.geometry.policy.reserve for shell in drafter.reader._shells}
-    assert min(reserves) >= 3
-
-
-def test_a_draft_model_that_is_the_model_is_always_right():
-    for name in ("gemma3", "qwen3_next"):
-        model, prompt = oracle.model(name), archs.prompt(30)
-        found = spoken(model, prompt, DraftModel(model), num_drafts=3)
-        assert [each.token for each in found] == plain(model, prompt, spec="plain")
-        accepted = sum(each.from_draft for each in found)
-        assert accepted >= LENGTH * 3 // 4 - 1
-
-
-@pytest.mark.parametrize("spec", ["kv8-g32", "bf16", "rot-k5v4", "kv4-g32-start33"])
-def test_encoded_caches_and_delayed_ones(spec):
-    """The truth is read token by token from the same kind of cache."""
-    model, prompt, scheme = oracle.model("llama"), archs.prompt(30), KvScheme.of(spec)
-    with attention(model):
-        caches = make_prompt_cache(model, scheme)
-        step, truth = mx.array([prompt[:-1]]), []
-        model(step, cache=caches)
-        step = mx.array([prompt[-1:]])
-        for _ in range(LENGTH):
-            truth.append(mx.argmax(model(step, cache=caches)[0, -1]).item())
-            step = mx.array([truth[-1:]])
-    found = spoken(model, prompt, Oracle(truth, prompt), num_drafts=3, spec=scheme)
-    assert [each.token for each in found] == truth
-
-
-def test_prompt_lookup_finds_what_was_said_before():
-    lookup = PromptLookup(3)
-    assert lookup.propose([1, 2, 3, 4, 9, 2, 3], 3).tokens == [4, 9, 2]
-    assert lookup.propose([7, 1, 8, 1], 2).tokens == [8, 1]
-    assert lookup.propose([1, 2, 3], 4).tokens == []
-    assert lookup.propose([5], 4).tokens == []
-    assert lookup.propose([1, 2, 1, 2, 1], 0).tokens == []
-    # the longest match, and of those the latest
-    assert lookup.propose([1, 2, 3, 4, 8, 2, 3, 5, 1, 2, 3], 1).tokens == [4]
-    assert lookup.propose([2, 3, 5, 2, 3, 6, 2, 3], 1).tokens == [6]
-
-
-def test_repeated_text_is_said_faster():
+def test_max_tokens_zero_fills_a_cache():
     model = oracle.model("llama")
-    reads = []
-    original = g.Reader.read
-
-    class Counting(g.Reader):
-        def read(self, tokens):
-            reads.append(len(tokens))
-            return original(self, tokens)
-
-    truth = plain(model, REPEATING, 60, spec="plain")
-    old, g.Reader = g.Reader, Counting
-    try:
-        found = spoken(model, REPEATING, None, 60, num_drafts=4)
-    finally:
-        g.Reader = old
-    assert [each.token for each in found] == truth
-    assert len(reads) < 60
+    cache = make_prompt_cache(model, "kv8-g32")
+    list(generate_step(mx.array(PROMPT), model, max_tokens=0, prompt_cache=cache))
+    assert {one.offset for one in cache} == {41}
+    assert archs.greedy(model, [5], 6, cache) == cold(model, "kv8-g32", [*PROMPT, 5], 6)
 
 
-def test_it_stops_where_it_should():
-    model, prompt = oracle.model("llama"), archs.prompt(30)
-    truth = plain(model, prompt, spec="plain")
-    for count in (0, 1, 2, 7):
-        assert [t.token for t in spoken(model, prompt, Oracle(truth, prompt), count)] == truth[
-            :count
-        ]
-    end = truth[9]
-    found = list(speculative_generate(model, prompt, Oracle(truth, prompt), stop=[end]))
-    assert [each.token for each in found] == truth[: truth.index(end) + 1]
-    assert len(list(speculative_generate(model, prompt[:1], max_tokens=3))) == 3
-    assert len(list(speculative_generate(model, prompt, num_drafts=0, max_tokens=3))) == 3
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "mamba2", "deepseek_v3"])
+def test_1_23_39_kv_bits_leaves_our_caches_alone(name):
+    model, cache = oracle.model(name), make_prompt_cache(oracle.model(name), "bf16")
+    before = list(cache)
+    quantize = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 0}
+    tokens = archs.greedy(model, PROMPT, 8, cache, **quantize)
+    assert all(x is y for x, y in zip(before, cache, strict=True))
+    assert tokens == cold(model, "bf16", PROMPT)
 
 
-# -- sampling -------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss", "llama4", "gemma3n"])
+@pytest.mark.parametrize("spec", ["plain", "k8v4-g32"])
+def test_21_the_server_takes_its_sequential_path(name, spec):
+    """It batches where every cache has a ``merge``."""
+    if oracle.OLD_PROTOCOL and name == "gemma3n":
+        spec = "plain"
+    cache = make_prompt_cache(oracle.model(name), spec)
+    assert not any(hasattr(one, "merge") for one in cache)
 
 
-def chances(seed, count, sharp=1.5):
-    return mx.softmax(sharp * mx.random.normal((count, 12), key=mx.random.key(seed)), axis=-1)
+def test_43_trim_prompt_cache_takes_the_same_from_all():
+    model = oracle.model("gemma3_text")
+    cache = run(model, make_prompt_cache(model, "plain"), PROMPT)
+    assert can_trim_prompt_cache(cache)
+    assert trim_prompt_cache(cache, 5) == 5
+    assert {one.offset for one in cache} == {36}
+    assert trim_prompt_cache(cache, 100) == 36
+    assert archs.greedy(model, PROMPT, 8, cache) == cold(model, "plain", PROMPT)
 
 
-def chi_squared(found, expected, draws):
-    """The statistic over its degrees of freedom; about 1 where they agree."""
-    expected = np.array(expected) * draws
-    counts = np.array([found.get(i, 0) for i in range(len(expected))])
-    large = expected > 5
-    rest = counts[~large].sum(), expected[~large].sum()
-    terms = (counts[large] - expected[large]) ** 2 / expected[large]
-    total = terms.sum() + ((rest[0] - rest[1]) ** 2 / rest[1] if rest[1] > 5 else 0)
-    return total / max(1, large.sum() - 1)
+def test_42_the_callers_list_is_current():
+    model = oracle.model("llama")
+    cache = make_prompt_cache(model, "kv8-g32")
+    text, held = describe(cache), list(cache)
+    archs.greedy(model, PROMPT, 8, cache)
+    assert all(x is y for x, y in zip(held, cache, strict=True))
+    assert describe(cache) == text
 
 
-@pytest.mark.parametrize("certain", [False, True])
-def test_the_first_token_of_a_round_is_distributed_as_the_models_own(certain):
-    """4,000 rounds with drafts from another distribution, or always the same one."""
-    mx.random.seed(3)
-    p, q, draws = chances(1, 3), chances(2, 2), 4000
-    found = Counter()
-    for _ in range(draws):
-        drafts = [4, 7] if certain else [g._drawn(each) for each in q]
-        count, following = g._accepted(p, drafts, None if certain else list(q))
-        found[drafts[0] if count else following] += 1
-    assert chi_squared(found, p[0], draws) < 2.5
-    wrong = Counter({i: int(draws * float(x)) for i, x in enumerate(q[0].tolist())})
-    assert chi_squared(wrong, p[0], draws) > 10  # it would see the drafts' own distribution
+# -- the store of prompt caches -----------------------------------------------------------------
+
+FULL = ["llama", "gemma2", "deepseek_v3"]
+OTHER = [3, 4, 5, 6, 7]
 
 
-def test_what_a_model_says_with_a_draft_is_distributed_as_without():
-    """The first token of many short outputs, at a temperature."""
-    model, prompt, draws = oracle.model("llama"), archs.prompt(12), 400
-    mx.random.seed(5)
-    logits = model(mx.array([prompt]))[0, -1]
-    first = mx.softmax(logits / 2.0)
-    found = Counter()
-    for _ in range(draws):
-        drafter = DraftModel(oracle.model("llama", seed=1), temp=3.0)
-        made = speculative_generate(model, prompt, drafter, num_drafts=2, max_tokens=2, temp=2.0)
-        found[next(made).token] += 1
-    assert chi_squared(found, first, draws) < 2.5
+def lru(*entries: tuple[list[int], Any]) -> LRUPromptCache:
+    store = LRUPromptCache()
+    for tokens, cache in entries:
+        store.insert_cache("model", tokens, cache)
+    return store
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        ({"prompt": []}, "prompt"),
-        ({"num_drafts": -1}, "num_drafts"),
-        ({"num_drafts": 1.5}, "num_drafts"),
-        ({"max_tokens": True}, "max_tokens"),
-        ({"temp": -1}, "temp"),
-        ({"temp": "hot"}, "temp"),
-        ({"temp": float("nan")}, "temp"),
-    ],
-)
-def test_bad_input_is_refused_at_the_call(arguments, named):
-    values = {"prompt": [1, 2], **arguments}
-    with pytest.raises(ShapeError, match=named):
-        speculative_generate(oracle.model("llama"), values.pop("prompt"), **values)
+def fetched(store: LRUPromptCache, tokens: list[int]) -> tuple[Any, list[int]]:
+    return store.fetch_nearest_cache("model", tokens)
 
 
-def test_caches_that_cannot_go_back_are_refused():
-    import mlx_lm.models.cache as mlx_lm_cache
+@pytest.mark.parametrize("name", [*FULL, "gemma3_text", "mamba2", "qwen3_next"])
+@pytest.mark.parametrize("spec", SPECS)
+def test_45_an_exact_hit(name, spec):
+    model = oracle.model(name)
+    store = lru((PROMPT, run(model, make_prompt_cache(model, spec), PROMPT)))
+    assert store.nbytes == sum(one.nbytes for one in fetched(store, PROMPT)[0])
+    for _ in range(2):
+        cache, rest = fetched(store, PROMPT)
+        assert rest == []
+        assert archs.greedy(model, OTHER, 8, cache) == cold(model, spec, PROMPT + OTHER)
 
-    with pytest.raises(UnsupportedError, match="KVCache"):
-        g.Reader(oracle.model("llama"), [mlx_lm_cache.KVCache()])
-    reader = g.Reader(oracle.model("llama"), make_prompt_cache(oracle.model("llama"), "plain"))
-    reader.read([1, 2, 3])
-    reader.back_to(3)
-    with pytest.raises(UnsupportedError, match="decided"):
-        reader.back_to(1)
-    assert kvfun.offsets(reader.caches[0].record) == (3,)
+
+@pytest.mark.parametrize("name", [*FULL, "gemma3_text", "mamba2", "qwen3_next"])
+@pytest.mark.parametrize("spec", SPECS)
+def test_55_a_shorter_entry_is_continued(name, spec):
+    model = oracle.model(name)
+    store = lru((PROMPT[:20], run(model, make_prompt_cache(model, spec), PROMPT[:20])))
+    for tokens in (PROMPT, PROMPT[:20] + OTHER, PROMPT):
+        cache, rest = fetched(store, tokens)
+        assert rest == tokens[20:]
+        assert archs.greedy(model, rest, 8, cache) == cold(model, spec, tokens)
+
+
+@pytest.mark.parametrize("name", [*FULL, "gemma3_text"])
+@pytest.mark.parametrize("spec", SPECS)
+def test_43_a_longer_entry_is_trimmed_back(name, spec):
+    """Windows too, as long as they have dropped nothing."""
+    model = oracle.model(name)
+    store = lru((PROMPT, run(model, make_prompt_cache(model, spec), PROMPT)))
+    for tokens in (PROMPT[:30] + OTHER, PROMPT[:30], PROMPT[:2] + OTHER, PROMPT):
+        cache, rest = fetched(store, tokens)
+        assert len(rest) < len(tokens)
+        if rest:
+            assert archs.greedy(model, rest, 8, cache) == cold(model, spec, tokens)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_10_and_11_windows_that_have_dropped_fall_back(spec):
+    model, long = oracle.model("gemma3_text"), archs.prompt(620)
+    short = run(model, make_prompt_cache(model, spec), long[:100])
+    whole = run(model, copy.deepcopy(short), long[100:])
+    assert not can_trim_prompt_cache(whole)
+    store = lru((long[:100], short), (long, whole))
+    assert len(store) == 2  # the shorter one is not dropped for the longer one
+    tokens = long[:400] + OTHER
+    cache, rest = fetched(store, tokens)
+    assert rest == tokens[100:]
+    assert archs.greedy(model, rest, 8, cache) == cold(model, spec, tokens)
+    assert fetched(store, long[:50] + OTHER)[1] == OTHER  # trimmed back in the shorter one
+    alone = lru((long, whole))
+    assert fetched(alone, tokens) == (None, tokens)
+    cache, rest = fetched(alone, long + OTHER)
+    assert archs.greedy(model, rest, 8, cache) == cold(model, spec, long + OTHER)
+
+
+def test_13_a_reserve_takes_back_a_turn_and_refuses_more():
+    model, long = oracle.model("gemma3_text"), archs.prompt(620)
+    whole = run(model, make_prompt_cache(model, "plain", reserve=40), long)
+    store, tokens = lru((long, whole)), long[:590] + OTHER
+    cache, rest = fetched(store, tokens)
+    assert rest == OTHER
+    assert archs.greedy(model, rest, 8, cache) == cold(model, "plain", tokens)
+    with pytest.raises(RollbackError):
+        fetched(store, long[:40] + OTHER)
+    cache, rest = fetched(store, long + OTHER)  # and the entry is what it was
+    assert archs.greedy(model, rest, 8, cache) == cold(model, "plain", long + OTHER)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_54_entries_do_not_see_what_is_appended_later(spec):
+    model = oracle.model("gemma3_text")
+    live = run(model, make_prompt_cache(model, spec), PROMPT)
+    store = lru((PROMPT, copy.deepcopy(live)))
+    wanted = cold(model, spec, PROMPT + OTHER)
+    archs.greedy(model, [9, 9, 9], 20, live)
+    first, _ = fetched(store, PROMPT)
+    second, _ = fetched(store, PROMPT)
+    assert archs.greedy(model, OTHER, 8, first) == wanted
+    archs.greedy(model, [1, 2, 3], 30, first)
+    assert archs.greedy(model, OTHER, 8, second) == wanted
+    assert archs.greedy(model, OTHER, 8, fetched(store, PROMPT)[0]) == wanted
+
+
+def test_46_a_fetch_copies_nothing():
+    model = oracle.model("llama")
+    store = lru((PROMPT, run(model, make_prompt_cache(model, "plain"), PROMPT)))
+    mx.synchronize()
+    before = mx.get_active_memory()
+    held = [fetched(store, PROMPT) for _ in range(50)]
+    assert mx.get_active_memory() == before
+    assert len(held) == 50
+
+
+def test_47_the_byte_limit_counts_our_bytes():
+    model = oracle.model("llama")
+    entry = run(model, make_prompt_cache(model, "kv8-g32"), PROMPT)
+    size = sum(one.nbytes for one in entry)
+    store = LRUPromptCache(max_bytes=size)
+    store.insert_cache("model", PROMPT, entry)
+    assert (len(store), store.nbytes) == (1, size)
+    store.insert_cache("model", OTHER, run(model, make_prompt_cache(model, "kv8-g32"), OTHER))
+    assert len(store) == 1
