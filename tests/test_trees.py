@@ -127,6 +127,12 @@ def test_a_tree_may_come_first():
     assert mx.allclose(out[:, :, 2:], kvfun.attend(alone, q[:, :, 2:]), atol=2e-5).item()
     assert kvfun.offsets(select(turn, [0, 2])) == (2,)
     assert select(turn, []).layout is None
+    both = block(2, 3, batch=2)
+    turn = kvfun.append(begin_tree(kvfun.empty("kv4"), [-1, -1, 0]), *both)
+    rows = kvfun.unstack(select(turn, [[1], [0, 2]]))
+    for index, (row, path) in enumerate(zip(rows, ([1], [0, 2]), strict=True)):
+        alone = kvfun.append(kvfun.empty("kv4"), *pick(both, path, slice(index, index + 1)))
+        assert same(kvfun.fetch(row), kvfun.fetch(alone))
 
 
 def test_partial_results_and_kernels():

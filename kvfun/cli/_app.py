@@ -302,8 +302,7 @@ def plan(
 
     source = _plan_.read_source(model)
     described = Model.from_config(source.config)
-    given = memory is not None
-    usable = bytes_of(memory) if given else int(USABLE * _plan_.machine_memory())
+    usable = int(USABLE * _plan_.machine_memory()) if memory is None else bytes_of(memory)
     total = source.weights if weights is None else bytes_of(weights)
     try:
         taken = weights_of(source.config, total)

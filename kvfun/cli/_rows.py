@@ -158,19 +158,15 @@ def is_routed(model: Any) -> bool:
     It cannot where no part of the model calls mlx-lm's attention function; such a model reads
     what kvfun's caches hand out.
     """
-    from kvfun.interop.mlx_lm import attention
+    from kvfun.interop.mlx_lm import can_be_routed
 
-    try:
-        with attention(model):
-            return True
-    except UnsupportedError:
-        return False
+    return can_be_routed(model)
 
 
 def _attention(model: Any) -> AbstractContextManager[Any]:
-    from kvfun.interop.mlx_lm import attention
+    from kvfun.interop.mlx_lm import attention_where_possible
 
-    return attention(model) if is_routed(model) else nullcontext()
+    return attention_where_possible(model)
 
 
 def _own_attention(model: Any) -> AbstractContextManager[Any]:

@@ -102,8 +102,7 @@ def select(turn: Any, path: Sequence[int] | Sequence[Sequence[int]]) -> Any:
         return type(turn)([select(each, path) for each in turn])
     if not isinstance(turn, TreeRound) or turn.block is None:
         raise RoundError("select takes a tree round that a block was appended to")
-    batch = verbs.batch_size(turn.cache) if layout_of(turn) is None else turn.block[0].shape[0]
-    paths = _paths(turn.parents, path, batch)
+    paths = _paths(turn.parents, path, turn.block[0].shape[0])
     longest = max([len(each) for each in paths])
     if not longest:
         return turn.cache
@@ -113,11 +112,6 @@ def select(turn: Any, path: Sequence[int] | Sequence[Sequence[int]]) -> Any:
     cache = verbs.append(turn.cache, keys, values)
     shorter = [longest - len(each) for each in paths]
     return verbs.rollback(cache, shorter) if any(shorter) else cache
-
-
-def layout_of(turn: TreeRound) -> Layout | None:
-    """The shape of what the cache accepts, if it has any yet."""
-    return turn.cache.layout
 
 
 def _parents(parents: Any) -> tuple[int, ...]:
@@ -259,7 +253,7 @@ def _encoded(turn: TreeRound) -> tuple[Codec, Any, Any]:
 
 def _holds(turn: TreeRound) -> bool:
     """Whether there is anything to see before the tree."""
-    return layout_of(turn) is not None and width(turn.cache) > 0
+    return turn.cache.layout is not None and width(turn.cache) > 0
 
 
 @verbs.attend.register(TreeRound)
@@ -295,7 +289,7 @@ def _attend(
 
 
 def _layout(turn: TreeRound, keys: mx.array, values: mx.array) -> Layout:
-    known = layout_of(turn)
+    known = turn.cache.layout
     if known is not None:
         return known
     batch, heads, _, head_dim = keys.shape

@@ -12,7 +12,7 @@ The list goes wherever mlx-lm takes a ``prompt_cache``. Importing this module ma
 (up to 0.32.0, and from 0.32.1 on); :func:`load` reads files of either.
 """
 
-from ._attention import attention
+from ._attention import attention, attention_where_possible, can_be_routed
 from ._calibrate import calibrated_prompt_cache
 from ._described import described
 from ._file import load
@@ -34,7 +34,9 @@ __all__ = [
     "PromptLookup",
     "Proposal",
     "attention",
+    "attention_where_possible",
     "calibrated_prompt_cache",
+    "can_be_routed",
     "describe",
     "described",
     "load",

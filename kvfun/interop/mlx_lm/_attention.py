@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -14,7 +14,7 @@ import mlx.nn as nn
 
 from ... import caches as verbs
 from ...errors import UnsupportedError
-from ._handed import recall, routed
+from ._handed import recall
 
 NAME = "scaled_dot_product_attention"
 
@@ -51,11 +51,9 @@ def attention(
     for module in modules:
         _route(module)
     before, _kernels = _kernels, kernels
-    routed[0] += 1
     try:
         yield
     finally:
-        routed[0] -= 1
         _kernels = before
         for module in modules:
             _restore(module)
@@ -63,6 +61,26 @@ def attention(
 
 _kernels: Mapping[str, Callable[..., Any]] | None = None
 """What the innermost context reads with."""
+
+
+def can_be_routed(model: nn.Module) -> bool:
+    """Whether :func:`attention` can compute the model's attention.
+
+    It cannot where no part of the model calls mlx-lm's attention function; such a model reads what
+    kvfun's caches hand out.
+    """
+    return bool(_modules(model))
+
+
+def attention_where_possible(model: nn.Module) -> AbstractContextManager[None]:
+    """:func:`attention`; nothing for a model whose attention cannot be routed."""
+    return attention(model) if can_be_routed(model) else nullcontext()
+
+
+def is_routed() -> bool:
+    """Whether some model's attention is routed now."""
+    return bool(_routed)
+
 
 _watched: list[tuple[Any, mx.array]] | None = None
 

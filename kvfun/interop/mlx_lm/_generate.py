@@ -13,7 +13,7 @@ from ...caches import next_conversion, rollback
 from ...codecs import Codec
 from ...errors import ShapeError, UnsupportedError
 from ...scheme import KvScheme
-from ._attention import attention
+from ._attention import attention_where_possible
 from ._make import PromptCache, make_prompt_cache
 from ._shell import KVFunCache
 
@@ -356,10 +356,6 @@ def _routed(*models: Any) -> ExitStack:
     """Attention over encoded caches, of those models whose attention can be replaced."""
     stack = ExitStack()
     for model in models:
-        if model is None:
-            continue
-        try:
-            stack.enter_context(attention(model))
-        except UnsupportedError:
-            continue
+        if model is not None:
+            stack.enter_context(attention_where_possible(model))
     return stack

@@ -56,15 +56,6 @@ def remember(keys: Any, values: Any, handed: Handed) -> None:
     _entries[reference.place] = (reference, *map(weakref.ref, others)), handed
 
 
-routed: list[int] = [0]
-"""How many contexts of :func:`kvfun.interop.mlx_lm.attention` are open."""
-
-
-def is_routed() -> bool:
-    """Whether attention may read what is handed out by what it stands for."""
-    return routed[0] > 0
-
-
 def recall(keys: Any, values: Any) -> Handed | None:
     """What arrays stand for, if they are the very ones that were handed out together."""
     arrays = _arrays(keys, values)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import attrs
@@ -11,7 +10,7 @@ import mlx.core as mx
 
 from ...errors import KVFunError, UnsupportedError
 from ...scheme import Assignment, KvScheme, Model
-from ._attention import attention
+from ._attention import attention_where_possible, can_be_routed
 from ._described import described
 from ._make import make_prompt_cache
 from ._weights import built
@@ -103,22 +102,17 @@ def _runs(model: Any, scheme: KvScheme) -> bool:
     Raises:
         UnsupportedError: numbers that are not finite.
     """
-    try:
-        with attention(model):
-            routed = True
-    except UnsupportedError:
-        routed = False
     caches = make_prompt_cache(model, scheme)
     tokens = mx.arange(PROMPT + DECODED)[None] % 251
     steps = [(i, min(i + CHUNK, PROMPT)) for i in range(0, PROMPT, CHUNK)]
     steps += [(i, i + 1) for i in range(PROMPT, PROMPT + DECODED)]
-    with attention(model) if routed else nullcontext():
+    with attention_where_possible(model):
         for start, stop in steps:
             logits = model(tokens[:, start:stop], cache=caches)
             finite: Any = mx.all(mx.isfinite(logits)).item()
             if not finite:
                 raise UnsupportedError(f"{scheme.cache_key}: logits are not finite")
-    return routed
+    return can_be_routed(model)
 
 
 def small_copy(config: Mapping[str, Any], about: Model) -> Any:

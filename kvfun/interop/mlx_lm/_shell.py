@@ -16,7 +16,8 @@ from ...errors import CorruptError
 from ...geometry import Geometry, Mask, Segments, mask_array
 from ...record import replace
 from . import _state
-from ._handed import Handed, is_routed, remember
+from ._attention import is_routed
+from ._handed import Handed, remember
 
 OLD_PROTOCOL = hasattr(mlx_lm_cache._BaseCache, "meta_state")
 """Up to mlx-lm 0.32.0 a cache's state is arrays, and its scalars are strings beside them."""
