@@ -8,6 +8,7 @@ from ._extents import Extents, extents, own_columns, width
 from ._kv import KV, Layout, decoded
 from ._ragged import Ragged, ragged
 from ._rebased import Rebased, rebased
+from ._recurrent import Recurrent, advance, finalize, prepare, recurrent
 from ._verbs import (
     append,
     attend,
@@ -42,7 +43,9 @@ __all__ = [
     "Layout",
     "Ragged",
     "Rebased",
+    "Recurrent",
     "View",
+    "advance",
     "append",
     "attend",
     "attend_columns",
@@ -57,6 +60,7 @@ __all__ = [
     "extents",
     "fetch",
     "fetch_columns",
+    "finalize",
     "fork",
     "join",
     "layout",
@@ -66,8 +70,10 @@ __all__ = [
     "next_conversion",
     "offsets",
     "own_columns",
+    "prepare",
     "ragged",
     "rebased",
+    "recurrent",
     "rollback",
     "seal",
     "settle",

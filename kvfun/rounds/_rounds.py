@@ -13,6 +13,8 @@ from ..caches import (
     Delayed,
     Ragged,
     Rebased,
+    Recurrent,
+    advance,
     attend_over,
     extents,
     layout,
@@ -21,8 +23,24 @@ from ..caches import (
     width,
 )
 from ..caches import _verbs as verbs
+from ..caches._recurrent import replayed
 from ..errors import RoundError
 from ..record import record, static
+
+
+@record
+class Replay:
+    """What a recurrent state is gone back by: the one before a block, and the block's inputs.
+
+    Args:
+        before: the cache before the block.
+        recurrence: what the block went through.
+        inputs: the block's.
+    """
+
+    before: Recurrent
+    recurrence: Any
+    inputs: dict[str, mx.array]
 
 
 @record
@@ -36,11 +54,13 @@ class Round:
         cache: the cache, with the block once it was appended.
         drafts: tokens that may follow the pending one.
         block: tokens of the verify block, 0 before it was appended.
+        replay: of a recurrent cache, what it was before the block, and what the block is.
     """
 
     cache: Any
     drafts: int = static()
     block: int = static(default=0)
+    replay: Replay | None = None
 
     @property
     def geometry(self) -> Any:
@@ -95,7 +115,7 @@ def rollback(turn: Any, keep: int | Sequence[int]) -> Any:
     Raises:
         RoundError: nothing was appended, or ``keep`` is out of range.
     """
-    return _decided(turn, lambda each: verbs.rollback(each.cache, _rejected(each, keep)))
+    return _decided(turn, lambda each: _kept(each, keep))
 
 
 def _decided(turn: Any, decide: Callable[[Round], Any]) -> Any:
@@ -104,6 +124,17 @@ def _decided(turn: Any, decide: Callable[[Round], Any]) -> Any:
     if not isinstance(turn, Round):
         raise RoundError(f"a {type(turn).__name__} is no round: begin one first")
     return decide(turn)
+
+
+def _kept(turn: Round, keep: int | Sequence[int]) -> Any:
+    rejected = _rejected(turn, keep)
+    if turn.replay is None:
+        return verbs.rollback(turn.cache, rejected)
+    many = rejected if isinstance(rejected, list) else [rejected]
+    if not any(many):
+        return turn.cache
+    kept = [turn.block - number for number in many]
+    return replayed(turn.replay.before, turn.replay.recurrence, turn.replay.inputs, kept)
 
 
 def _rejected(turn: Round, keep: int | Sequence[int]) -> int | list[int]:
@@ -134,14 +165,10 @@ _EXACT = (KV, Chain, Delayed, Ragged, Rebased)
 
 @verbs.append.register(Round)
 def _append(turn: Round, keys: mx.array, values: mx.array) -> Round:
-    if turn.block:
-        raise RoundError("a round has one block: commit it, or roll it back, before the next")
+    _no_block_yet(turn)
     cache = verbs.append(turn.cache, keys, values)
     tokens = keys.shape[2]
-    if tokens > turn.drafts + 1:
-        raise RoundError(
-            f"a block of {tokens} tokens in a round of {turn.drafts} drafts and a pending token"
-        )
+    _not_too_long(turn, tokens)
     if not isinstance(cache, _EXACT):
         short = [most for most in verbs.max_rollback(cache) if most < tokens]
         if short:
@@ -150,6 +177,29 @@ def _append(turn: Round, keys: mx.array, values: mx.array) -> Round:
                 "drafts, or a larger reserve"
             )
     return Round(cache, turn.drafts, tokens)
+
+
+@advance.register(Round)
+def _advance(turn: Round, recurrence: Any, inputs: dict[str, mx.array]) -> tuple[Any, Round]:
+    _no_block_yet(turn)
+    if isinstance(turn.cache, Recurrent) and turn.cache.ahead is not None:
+        raise RoundError("a round within a padded block: finalize the cache first")
+    out, cache = advance(turn.cache, recurrence, inputs)
+    tokens = next(iter(inputs.values())).shape[1]
+    _not_too_long(turn, tokens)
+    return out, Round(cache, turn.drafts, tokens, Replay(turn.cache, recurrence, inputs))
+
+
+def _no_block_yet(turn: Round) -> None:
+    if turn.block:
+        raise RoundError("a round has one block: commit it, or roll it back, before the next")
+
+
+def _not_too_long(turn: Round, tokens: int) -> None:
+    if tokens > turn.drafts + 1:
+        raise RoundError(
+            f"a block of {tokens} tokens in a round of {turn.drafts} drafts and a pending token"
+        )
 
 
 verbs.reads(

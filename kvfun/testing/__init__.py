@@ -17,7 +17,8 @@ and numpy (``kvfun[test]``), which nothing else in kvfun imports. In a test modu
 
 A cache whose tokens are raw for a while says so in its recipe (``residual``, ``block``,
 ``raw_sinks``), and is compared with tokens that are raw for as long; see :func:`chains`. One that
-can be sealed allows ``"seal"`` beside :data:`VERBS`.
+can be sealed allows ``"seal"`` beside :data:`VERBS`. The author of another recurrence runs
+:func:`check_recurrence` on it.
 """
 
 from ._checks import attends, digest, holds, observe, same
@@ -38,6 +39,7 @@ from ._laws import LAWS, Case, check_laws
 from ._machine import CacheMachine
 from ._oracle import BOUNDS, Reference, Schedule, Visibility, attention_bound, dense_attention
 from ._recipes import Recipe, Shape, bound, small_steps
+from ._recurrences import RECURRENCES, check_recurrence, spans
 from ._strategies import (
     SPECS,
     VERBS,
@@ -59,6 +61,7 @@ from ._suite import law_suite
 __all__ = [
     "BOUNDS",
     "LAWS",
+    "RECURRENCES",
     "SPECS",
     "VERBS",
     "Append",
@@ -85,6 +88,7 @@ __all__ = [
     "cases",
     "chains",
     "check_laws",
+    "check_recurrence",
     "codecs",
     "dense_attention",
     "digest",
@@ -99,6 +103,7 @@ __all__ = [
     "same",
     "shapes",
     "small_steps",
+    "spans",
     "specs",
     "tokens",
     "verbs",
