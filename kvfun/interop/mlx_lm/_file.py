@@ -12,6 +12,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from ...errors import CorruptError, UnsupportedError
 from ._make import PromptCache
 from ._shell import OLD_PROTOCOL, KVFunCache, restored
+from ._states import KVFunCacheList, KVFunStates, restored_states
 
 
 def load(path: str | PathLike[str]) -> tuple[PromptCache, dict[str, str]]:
@@ -52,12 +53,12 @@ def _older(arrays: dict[str, mx.array], said: dict[str, str]) -> tuple[list[Any]
 
 
 def _from_older(kind: str, state: Any, description: Any) -> Any:
-    if kind == KVFunCache.__name__:
+    if kind in _OWN:
         planes: Any = [plane for _, plane in tree_flatten(state)]
-        return _shell(description, planes)
-    if kind == "CacheList":
+        return _OWN[kind](description, planes)
+    if kind in _LISTS:
         parts = zip(description[0], state, description[1], strict=True)
-        return mlx_lm_cache.CacheList(*[_from_older(*part) for part in parts])
+        return _LISTS[kind](*[_from_older(*part) for part in parts])
     return _recurrent(kind, state)
 
 
@@ -75,15 +76,26 @@ def _newer(arrays: dict[str, mx.array], said: dict[str, str]) -> tuple[list[Any]
 
 
 def _from_newer(kind: str, state: Any) -> Any:
-    if kind == KVFunCache.__name__:
-        return _shell(state[:2], state[2:])
-    if kind == "CacheList":
-        return mlx_lm_cache.CacheList(*[_from_newer(name, part) for part, name in state])
+    if kind in _OWN:
+        return _OWN[kind](state[:2], state[2:])
+    if kind in _LISTS:
+        return _LISTS[kind](*[_from_newer(name, part) for part, name in state])
     return _recurrent(kind, state[0])
 
 
 def _shell(strings: Any, planes: list[mx.array]) -> KVFunCache:
     return KVFunCache(*restored(strings, planes))
+
+
+def _states(strings: Any, arrays: list[mx.array]) -> KVFunStates:
+    return KVFunStates(*restored_states(strings, [x for x in arrays if x.size]))
+
+
+_OWN = {KVFunCache.__name__: _shell, KVFunStates.__name__: _states}
+_LISTS: dict[str, Any] = {
+    "CacheList": mlx_lm_cache.CacheList,
+    KVFunCacheList.__name__: KVFunCacheList,
+}
 
 
 def _recurrent(kind: str, arrays: Any) -> Any:

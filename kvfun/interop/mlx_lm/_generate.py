@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
-import mlx_lm.models.cache as mlx_lm_cache
 
 from ...caches import next_conversion, rollback
 from ...codecs import Codec
@@ -16,6 +15,7 @@ from ...scheme import KvScheme
 from ._attention import attention_where_possible
 from ._make import PromptCache, make_prompt_cache
 from ._shell import KVFunCache
+from ._states import KVFunStates, leaves_of
 
 STEP = 512
 """Tokens of a prompt that are read at once."""
@@ -123,11 +123,11 @@ class Reader:
         self.model, self.caches = model, caches
         self.tokens: list[int] = []
         self._history: list[tuple[int, list[Any]]] = []
-        leaves = [leaf for entry in caches for leaf in _leaves(entry)]
+        leaves = list(leaves_of(caches))
         self._shells = [leaf for leaf in leaves if isinstance(leaf, KVFunCache)]
-        self._states = [leaf for leaf in leaves if isinstance(leaf, mlx_lm_cache.ArraysCache)]
+        self._states = [leaf for leaf in leaves if isinstance(leaf, KVFunStates)]
         if len(self._shells) + len(self._states) != len(leaves):
-            kinds = {type(leaf).__name__ for leaf in leaves} - {"KVFunCache", "ArraysCache"}
+            kinds = {type(leaf).__name__ for leaf in leaves} - {"KVFunCache", "KVFunStates"}
             raise UnsupportedError(f"{sorted(kinds)} cannot go back: make the caches with kvfun")
 
     @property
@@ -158,7 +158,11 @@ class Reader:
         """Logits behind each of some more tokens, ``[1, tokens, vocabulary]``."""
         self._history.append((len(self.tokens), self._marked()))
         self.tokens += tokens
-        return self.model(mx.array([list(tokens)]), cache=self.caches)
+        logits = self.model(mx.array([list(tokens)]), cache=self.caches)
+        for state in self._states:
+            if not state.counts:
+                state.told(len(tokens))
+        return logits
 
     def back_to(self, count: int) -> None:
         """Hold the first ``count`` tokens only; what was decided before the last reads stays."""
@@ -180,14 +184,14 @@ class Reader:
 
     def _marked(self) -> list[Any]:
         """What recurrent layers keep now; of others the length is enough to go back."""
-        return [list(state.cache) for state in self._states]
+        return [state.record for state in self._states]
 
     def _undo(self) -> None:
         """Take back the last read, whole."""
         start, states = self._history.pop()
         self._trim(len(self.tokens) - start)
         for state, kept in zip(self._states, states, strict=True):
-            state.cache = list(kept)
+            state.put(kept)
 
     def _trim(self, tokens: int) -> None:
         for shell in self._shells:
@@ -342,14 +346,6 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
     """How many first tokens two texts share."""
     pairs = zip(one, other, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
-
-
-def _leaves(cache: Any) -> Iterator[Any]:
-    if isinstance(cache, mlx_lm_cache.CacheList):
-        for part in cache.caches:
-            yield from _leaves(part)
-    else:
-        yield cache
 
 
 def _routed(*models: Any) -> ExitStack:

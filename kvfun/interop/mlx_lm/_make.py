@@ -11,7 +11,8 @@ import mlx.core as mx
 import mlx_lm.models.cache as mlx_lm_cache
 
 from ... import tree
-from ...caches import Chain, Delayed, Rebased, empty, rebased, settle
+from ...caches import Chain, Delayed, Rebased, empty, rebased, recurrent, settle
+from ...caches._recurrent import DTYPES
 from ...codecs import Codec, Rope, with_rope
 from ...errors import CodecError, SpecError, UnsupportedError
 from ...kernels import FUSED, kernels_for, multiplies_packed
@@ -20,6 +21,7 @@ from ...scheme import KvScheme, Model
 from ._described import described
 from ._rope import rope_of, watched_rope
 from ._shell import OLD_PROTOCOL, KVFunCache, can_be_packed
+from ._states import KVFunCacheList, KVFunStates
 
 POSITIONS_FROM_ROWS = {
     "afm7": "its layers without a cache count positions by the columns they are handed",
@@ -98,11 +100,13 @@ def make_prompt_cache(
     block: int = BLOCK,
     raw_sinks: int | None = None,
     rebase: bool = False,
+    states: str | None = None,
 ) -> PromptCache:
     """A cache for every layer of an mlx-lm model, in the codec of ``spec``.
 
     Full layers get a full cache, sliding ones a window of the model's own width, chunked ones
-    chunks; recurrent layers keep mlx-lm's own state. :func:`describe` says which got what.
+    chunks; recurrent layers a :class:`kvfun.Recurrent`, whose states keep the model's dtypes.
+    :func:`describe` says which got what.
 
     Args:
         model: an mlx-lm model.
@@ -120,6 +124,7 @@ def make_prompt_cache(
         rebase: keep the sinks of ``max_size`` right before the window, whatever was dropped in
             between (:func:`kvfun.rebased`). Blocks of several tokens are then only read within
             :func:`attention`.
+        states: keep the states of recurrent layers in ``"bf16"``, ``"f16"`` or ``"f32"``.
 
     A codec that stores keys less their mean is told which RoPE each layer's keys go through, as far
     as the model hands the cache what ``mx.fast.rope`` returned.
@@ -131,7 +136,8 @@ def make_prompt_cache(
     if isinstance(spec, KvScheme):
         if residual or raw_sinks is not None or block != BLOCK:
             raise SpecError("residual, block and raw_sinks are the scheme's own")
-        return _rebased(_of_scheme(model, spec, max_size, sinks, reserve), max_size, rebase)
+        caches = _of_scheme(model, spec, max_size, sinks, reserve, states)
+        return _rebased(caches, max_size, rebase)
     codecs = [spec] if isinstance(spec, str | Codec) else list(spec)
     codec, *others = codecs = [Codec.of(each) for each in codecs]
     _check_size(max_size, sinks)
@@ -140,7 +146,9 @@ def make_prompt_cache(
     raw: dict[str, Any] = {"residual": residual, "block": block, "raw_sinks": raw_sinks}
     can = can_be_packed(empty(codec, **raw)) and not others
     packed = can and multiplies_packed() and not modules & QUERIES_TWICE
-    first = _Recipe(codec, max_size, sinks, reserve, packed, codec, raw, layers=tuple(codecs))
+    first = _Recipe(
+        codec, max_size, sinks, reserve, packed, codec, raw, layers=tuple(codecs), states=states
+    )
     return _rebased(_made(model, first, failure), max_size, rebase)
 
 
@@ -165,7 +173,12 @@ def _check_size(max_size: int | None, sinks: int) -> None:
 
 
 def _of_scheme(
-    model: Any, scheme: KvScheme, max_size: int | None, sinks: int, reserve: int
+    model: Any,
+    scheme: KvScheme,
+    max_size: int | None,
+    sinks: int,
+    reserve: int,
+    states: str | None,
 ) -> PromptCache:
     """A cache for every layer that keeps something, in what the scheme has for it."""
     _check_size(max_size, sinks)
@@ -177,9 +190,9 @@ def _of_scheme(
     raw: dict[str, Any] = {**names, "start": scheme.start}
     modules = {type(part).__module__.rpartition(".")[2] for part in model.modules()}
     failure = _dropping(modules) if max_size is not None else None
-    first = _Recipe(
-        codecs[0], max_size, sinks, reserve, False, Codec.of("bf16"), raw, layers=codecs, of=about
-    )
+    raw_codec = Codec.of("bf16")
+    first = _Recipe(codecs[0], max_size, sinks, reserve, False, raw_codec, raw)
+    first = attrs.evolve(first, layers=codecs, of=about, states=states)
     caches = _made(model, first, failure)
     caches.reasons = tuple([each.reason for each in stored])
     return caches
@@ -242,6 +255,8 @@ class _Recipe:
     """The codecs of the model's caches, if there is more than one."""
     of: Model | None = None
     """What the model's layers keep, where a scheme says what in."""
+    states: str | None = None
+    """What recurrent states are kept in, if not in their own dtypes."""
 
     def of_layer(self, index: int) -> _Recipe:
         """That of one of the model's caches."""
@@ -295,11 +310,11 @@ def _shell(cache: Any, recipe: _Recipe, where: str) -> Any:
             recipe, codec=recipe.index, packed=recipe.packed and recipe.index is recipe.codec
         )
         main = next((x for x in cache.caches if not isinstance(x, mlx_lm_cache.ArraysCache)), None)
-        return mlx_lm_cache.CacheList(
+        return KVFunCacheList(
             *[_shell(part, recipe if part is main else index, where) for part in cache.caches]
         )
     if isinstance(cache, mlx_lm_cache.ArraysCache):
-        return cache
+        return KVFunStates(len(cache.cache), recurrent(dtypes=recipe.states))
     if kind is mlx_lm_cache.KVCache:
         limit = recipe.max_size
         policy = (None, 0, None) if limit is None else (limit - recipe.sinks, recipe.sinks, None)
@@ -383,8 +398,16 @@ def _reports(index: int, cache: Any) -> Iterator[LayerReport]:
             yield from _reports(index, part)
     elif isinstance(cache, KVFunCache):
         yield LayerReport(index, cache.record.codec.spec, _kind(cache.record), _read(cache))
+    elif isinstance(cache, KVFunStates):
+        yield LayerReport(index, _stored(cache), "recurrent", "")
     else:
         yield LayerReport(index, None, type(cache).__name__, "")
+
+
+def _stored(cache: KVFunStates) -> str:
+    """What all states are kept in."""
+    dtypes = {dtype: name for name, dtype in DTYPES.items()}
+    return next((dtypes[dtype] for _, dtype in cache.record.stored if dtype), "plain")
 
 
 def _kind(record: Any) -> str:

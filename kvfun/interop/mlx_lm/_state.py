@@ -8,7 +8,8 @@ import attrs
 import mlx.core as mx
 
 from ... import planes as p
-from ...caches import KV, Chain, Delayed, Layout, Rebased, rebased
+from ...caches import KV, Chain, Delayed, Layout, Rebased, Recurrent, rebased
+from ...caches._recurrent import Ahead
 from ...codecs import Codec, Rope, learnt_arrays, with_learnt
 from ...errors import CorruptError, UnsupportedError
 from ...geometry import Ageing, Geometry, Policy, Relayout, Row, round_up
@@ -16,7 +17,7 @@ from ...geometry import Ageing, Geometry, Policy, Relayout, Row, round_up
 VERSION = 1
 
 
-Record = KV | Chain | Delayed | Rebased
+Record = KV | Chain | Delayed | Rebased | Recurrent
 
 
 def dump(cache: Record, queries: int | None = None) -> tuple[str, list[mx.array]]:
@@ -31,6 +32,8 @@ def dump(cache: Record, queries: int | None = None) -> tuple[str, list[mx.array]
         header, planes = _dump_chain(cache)
     elif isinstance(cache, Delayed):
         header, planes = _dump_delayed(cache, queries)
+    elif isinstance(cache, Recurrent):
+        header, planes = _dump_recurrent(cache)
     elif isinstance(cache, Rebased):
         said, planes = _dump(cache.inner, queries)
         header = {"kvfun": VERSION, "rebased": said, "traditional": cache.rope.traditional}
@@ -55,6 +58,19 @@ def _dump_delayed(cache: Delayed, queries: int | None) -> tuple[dict, list[mx.ar
         "floors": list(cache.floors),
     }
     return header, [*planes, *learnt.values()]
+
+
+def _dump_recurrent(cache: Recurrent) -> tuple[dict, list[mx.array]]:
+    names = sorted(cache.states)
+    header = {
+        "kvfun": VERSION,
+        "recurrent": names,
+        "offsets": None if cache.offsets is None else list(cache.offsets),
+        "ahead": None if cache.ahead is None else [[x.left, x.length] for x in cache.ahead],
+        "stored": [[name, dtype and _name(dtype)] for name, dtype in cache.stored],
+        "given": [[name, _name(dtype)] for name, dtype in cache.given],
+    }
+    return header, [cache.states[name] for name in names]
 
 
 def _dump_chain(chain: Chain) -> tuple[dict, list[mx.array]]:
@@ -140,7 +156,41 @@ def load(header: str, planes: list[mx.array]) -> Record:
         return _load_delayed(said, planes)
     if "rebased" in said:
         return _load_rebased(said, planes)
+    if "recurrent" in said:
+        return _load_recurrent(said, planes)
     return _load_chain(said, planes) if "chain" in said else _load(said, planes)
+
+
+def _load_recurrent(said: dict, arrays: list[mx.array]) -> Recurrent:
+    try:
+        names, offsets, ahead = said["recurrent"], said["offsets"], said["ahead"]
+        rows = {len(x) for x in (offsets, ahead, *arrays) if x is not None}
+        numbers = [*(offsets or ()), *(n for pair in ahead or () for n in pair)]
+        if len(names) != len(arrays) or len(rows) > 1 or (offsets is None and not arrays):
+            raise ValueError(f"states {names} of {rows} rows, {len(arrays)} arrays")
+        if any(type(n) is not int for n in numbers) or any(n < 0 for n in offsets or ()):
+            raise ValueError(f"offsets {offsets}, padding {ahead}")
+        states = dict(zip(names, arrays, strict=True))
+        stored = [(name, dtype and _dtype(dtype)) for name, dtype in said["stored"]]
+        given = [(name, _dtype(dtype)) for name, dtype in said["given"]]
+        if not {name for name, _ in given} <= states.keys():
+            raise ValueError(f"dtypes {given} of states {names}")
+        return Recurrent(
+            states,
+            None if offsets is None else tuple(offsets),
+            None if ahead is None else tuple([Ahead(*pair) for pair in ahead]),
+            tuple(stored),
+            tuple(given),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CorruptError(f"the state of a recurrent kvfun cache is damaged: {error}") from error
+
+
+def _dtype(name: str) -> mx.Dtype:
+    dtype = getattr(mx, name)
+    if not isinstance(dtype, mx.Dtype):
+        raise ValueError(f"{name} is no dtype")
+    return dtype
 
 
 def _load_rebased(said: dict, planes: list[mx.array]) -> Rebased:
