@@ -2,6 +2,7 @@
 
 from ._calibrate import calibrate
 from ._chain import Chain, seal
+from ._cross import Cross, attend_cross, cross
 from ._delayed import Delayed, next_conversion, settle
 from ._empty import BLOCK, empty
 from ._extents import Extents, extents, own_columns, width
@@ -38,6 +39,7 @@ __all__ = [
     "KV",
     "Chain",
     "Combined",
+    "Cross",
     "Delayed",
     "Extents",
     "Layout",
@@ -49,12 +51,14 @@ __all__ = [
     "append",
     "attend",
     "attend_columns",
+    "attend_cross",
     "attend_over",
     "batch_size",
     "calibrate",
     "combine",
     "concat",
     "convert",
+    "cross",
     "decoded",
     "empty",
     "extents",

@@ -10,6 +10,7 @@ import mlx.core as mx
 from ..caches import (
     KV,
     Chain,
+    Cross,
     Delayed,
     Ragged,
     Rebased,
@@ -169,7 +170,7 @@ def _append(turn: Round, keys: mx.array, values: mx.array) -> Round:
     cache = verbs.append(turn.cache, keys, values)
     tokens = keys.shape[2]
     _not_too_long(turn, tokens)
-    if not isinstance(cache, _EXACT):
+    if not isinstance(cache.inner if isinstance(cache, Cross) else cache, _EXACT):
         short = [most for most in verbs.max_rollback(cache) if most < tokens]
         if short:
             raise RoundError(

@@ -14,7 +14,7 @@ import mlx_lm.models.cache as mlx_lm_cache
 
 from kvfun.codecs import Codec
 from kvfun.errors import UnsupportedError
-from kvfun.interop.mlx_lm import KVFunCache, describe, make_prompt_cache
+from kvfun.interop.mlx_lm import KVFunCache, KVFunStates, describe, make_prompt_cache
 from tests.interop import architectures as archs
 from tests.interop import oracle
 
@@ -126,9 +126,8 @@ def test_kv8_runs_says_so_and_is_smaller(name):
     assert len(cache.report) == len(flat)
     assert describe(cache)
     for report, ours, float_one in zip(cache.report, flat, oracle.leaves(plain), strict=True):
-        if report.spec is None:
-            assert not isinstance(ours, KVFunCache)
-            assert report.kind == type(ours).__name__
+        if isinstance(ours, KVFunStates):
+            assert (report.spec, report.kind) == ("plain", "recurrent")
             continue
         assert report.spec == ours.record.codec.spec
         if report.spec == "kv8-g32":
