@@ -7,7 +7,7 @@
 ((5,), (3,))
 """
 
-from . import codecs, errors, geometry, kernels, recurrences, rounds, scheme, tree
+from . import codecs, errors, geometry, kernels, recurrences, reuse, rounds, scheme, storage, tree
 from .caches import (
     KV,
     Chain,
@@ -44,6 +44,7 @@ from .caches import (
     seal,
     settle,
     size,
+    snapshot,
     stack,
     take,
     unstack,
@@ -96,14 +97,17 @@ __all__ = [
     "recurrences",
     "recurrent",
     "replace",
+    "reuse",
     "rollback",
     "rounds",
     "scheme",
     "seal",
     "settle",
     "size",
+    "snapshot",
     "stack",
     "static",
+    "storage",
     "take",
     "tree",
     "unstack",

@@ -63,3 +63,7 @@ class AdmissionError(KVFunError, RuntimeError):
 
 class RoundError(KVFunError, RuntimeError):
     """A speculative round that cannot be, or a call that does not fit it."""
+
+
+class CompanionError(KVFunError, ValueError):
+    """State that belongs to a boundary, and is missing, of another kind, or of another boundary."""

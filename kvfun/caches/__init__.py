@@ -10,6 +10,7 @@ from ._kv import KV, Layout, decoded
 from ._ragged import Ragged, ragged
 from ._rebased import Rebased, rebased
 from ._recurrent import Recurrent, advance, finalize, prepare, recurrent
+from ._snapshot import snapshot
 from ._verbs import (
     append,
     attend,
@@ -82,6 +83,7 @@ __all__ = [
     "seal",
     "settle",
     "size",
+    "snapshot",
     "stack",
     "take",
     "unstack",

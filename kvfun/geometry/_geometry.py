@@ -249,6 +249,16 @@ class Geometry:
         relayout = Relayout(capacity, tuple(zip(sources, spans, strict=True)))
         return relayout, Geometry(policy, capacity, tuple(rows))
 
+    def compacted(self) -> tuple[Relayout, Geometry]:
+        """Only the columns that a later query or rollback may ask for, and no spare ones."""
+        if self.policy.limit is None:
+            relayout, after = Relayout.keeping(self.used, self.used), self
+        else:
+            relayout, after = self._compacted(((0, 0),) * len(self.rows))
+        capacity = max(1, after.used)  # what was ever written to has a buffer
+        relayout = Relayout(capacity, relayout.rows)
+        return relayout, Geometry(self.policy, capacity, _collapse(after.rows))
+
     def _writes(self, taken: Sequence[tuple[int, int]]) -> tuple[Write, ...]:
         pieces = [
             [(start + a, start + b, column) for a, b, column in self._pieces(row, stop - start)]

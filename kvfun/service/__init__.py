@@ -5,5 +5,6 @@
 """
 
 from ._admission import AdmissionPool, Lease
+from ._encoder import EncoderCache
 
-__all__ = ["AdmissionPool", "Lease"]
+__all__ = ["AdmissionPool", "EncoderCache", "Lease"]

@@ -13,8 +13,9 @@ pytest.importorskip("mlx_lm")
 import mlx_lm.models.cache as mlx_lm_cache
 
 import kvfun
+from kvfun import storage
 from kvfun.errors import CorruptError, UnsupportedError
-from kvfun.interop.mlx_lm import KVFunCache, _state, attention, describe, load, make_prompt_cache
+from kvfun.interop.mlx_lm import KVFunCache, attention, describe, load, make_prompt_cache
 from tests.interop import architectures as archs
 from tests.interop import oracle
 from tests.interop.test_architectures import NAMES, STATE_IS_KEYS, right
@@ -93,7 +94,7 @@ def saved_chain():
 
 def test_a_chain_comes_back_with_its_parts_and_rules():
     chain = saved_chain()
-    again = _state.load(*_state.dump(chain))
+    again = storage.load(*storage.dump(chain))
     assert isinstance(again, kvfun.Chain)
     assert (again.policy, again.front, again.ageing) == (chain.policy, chain.front, chain.ageing)
     k = mx.random.normal((2, 2, 9, 64)).astype(mx.bfloat16)
@@ -121,13 +122,13 @@ def test_a_chain_comes_back_with_its_parts_and_rules():
     ],
 )
 def test_damaged_descriptions_of_a_chain(name, value):
-    header, planes = _state.dump(saved_chain())
+    header, planes = storage.dump(saved_chain())
     said = {**json.loads(header), name: value}
     with pytest.raises(CorruptError, match=r"damaged|saved|part"):
-        _state.load(json.dumps(said), planes)
+        storage.load(json.dumps(said), planes)
 
 
 def test_a_chain_without_one_of_its_planes():
-    header, planes = _state.dump(saved_chain())
+    header, planes = storage.dump(saved_chain())
     with pytest.raises(CorruptError):
-        _state.load(header, planes[:-1])
+        storage.load(header, planes[:-1])

@@ -13,13 +13,12 @@ pytest.importorskip("mlx_lm")
 import mlx_lm.models.cache as mlx_lm_cache
 
 import kvfun
-from kvfun import tree
+from kvfun import storage, tree
 from kvfun.codecs import Centred, Codec, Rope, learnt_arrays, sensitivity
 from kvfun.errors import CorruptError, ShapeError, UnsupportedError
 from kvfun.interop.mlx_lm import (
     KVFunCache,
     _rope,
-    _state,
     attention,
     calibrated_prompt_cache,
     describe,
@@ -141,7 +140,7 @@ def damaged(change):
     model = oracle.model("llama")
     cache = make_prompt_cache(model, SPEC)
     archs.greedy(model, archs.prompt(41), 2, cache)
-    header, planes = _state.dump(cache[0].record)
+    header, planes = storage.dump(cache[0].record)
     said = json.loads(header)
     planes = change(said, said["chain"][-1], list(planes)) or planes
     return json.dumps(said), planes
@@ -161,12 +160,12 @@ def damaged(change):
 )
 def test_damaged_states_are_refused(change):
     with pytest.raises(CorruptError):
-        _state.load(*damaged(change))
+        storage.load(*damaged(change))
 
 
 def test_a_whole_state_is_read_as_it_was():
     header, planes = damaged(lambda *_: None)
-    assert json.loads(_state.dump(_state.load(header, planes))[0]) == json.loads(header)
+    assert json.loads(storage.dump(storage.load(header, planes))[0]) == json.loads(header)
 
 
 # -- prompts ---------------------------------------------------------------------------------------

@@ -132,7 +132,7 @@ def test_what_indexes_the_keys_stays_bf16():
 def test_by_layer_schemes_count_the_models_layers_not_its_caches():
     model = oracle.model("nemotron_h")  # M * - M E *: six layers, four of which keep something
     caches = make_prompt_cache(model, KvScheme.by_layer({5: "kv8-g32"}))
-    assert [report.spec for report in caches.report] == [None, "bf16", None, "kv8-g32"]
+    assert [report.spec for report in caches.report] == ["plain", "bf16", "plain", "kv8-g32"]
     assert [report.reason for report in caches.report][1::2] == ["not listed", ""]
     with pytest.raises(SpecError, match="lists layer 6"):
         make_prompt_cache(model, KvScheme.by_layer({6: "kv8-g32"}))

@@ -24,7 +24,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
 
 import kvfun
-from kvfun import tree
+from kvfun import storage, tree
 from kvfun.errors import CorruptError, RollbackError, UnsupportedError
 from kvfun.interop.mlx_lm import KVFunCache, load, make_prompt_cache
 from kvfun.interop.mlx_lm import _shell as shell_module
@@ -625,7 +625,7 @@ class Stranger:
 def damaged(change: Any) -> list[Any]:
     """A state after ``change(header, planes)``, as the installed mlx-lm hands it back."""
     cache = filled("k8v4", window=12, sinks=2)
-    header, planes = shell_module._state.dump(cache.record)
+    header, planes = storage.dump(cache.record)
     said = json.loads(header)
     planes = change(said, planes) or planes
     return [json.dumps(said), shell_module.DECODED, *planes]
@@ -700,7 +700,7 @@ def test_only_one_affine_codec_is_handed_out_packed(spec):
     """mlx-lm's quantized attention knows scales and biases, nothing else."""
     record = filled(spec).record
     assert not shell_module.can_be_packed(record)
-    header, planes = shell_module._state.dump(record)
+    header, planes = storage.dump(record)
     assert tree.equal(back(header, "decoded", *planes).record, record)
     with pytest.raises(CorruptError, match=f"{spec} planes cannot be handed out packed"):
         back(header, "packed", *planes)

@@ -151,5 +151,5 @@ def test_recurrent_models_are_refused(name):
     model, llama = oracle.model(name), oracle.model("llama")
     mine, plain = make_prompt_cache(model, "plain"), make_prompt_cache(llama, "plain")
     for pair in ((mine, plain), (plain, mine)):
-        with pytest.raises(UnsupportedError, match="takes back tokens, which a ArraysCache cannot"):
+        with pytest.raises(UnsupportedError, match="takes back tokens, which a KVFunStates cannot"):
             speculative_cache(*pair, 2)

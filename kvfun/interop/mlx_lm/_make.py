@@ -45,17 +45,17 @@ class LayerReport:
     """What one layer's cache is."""
 
     layer: int
-    spec: str | None
-    """The codec; ``None`` where the cache is left to mlx-lm."""
+    spec: str
+    """The codec; of a recurrent layer what its states are kept in."""
     kind: str
-    """``full``, ``window 512``, ``chunk 8192``, or the class that mlx-lm uses."""
+    """``full``, ``window 512``, ``chunk 8192``, ``recurrent``."""
     read: str
     """How a model reads it outside :func:`attention`."""
     reason: str = ""
     """Why it is not what a scheme has for it; empty where it is."""
 
     def __str__(self) -> str:
-        said = (self.spec or "left to mlx-lm", self.kind, self.read, self.reason)
+        said = (self.spec, self.kind, self.read, self.reason)
         return ", ".join([part for part in said if part])
 
 
@@ -400,8 +400,6 @@ def _reports(index: int, cache: Any) -> Iterator[LayerReport]:
         yield LayerReport(index, cache.record.codec.spec, _kind(cache.record), _read(cache))
     elif isinstance(cache, KVFunStates):
         yield LayerReport(index, _stored(cache), "recurrent", "")
-    else:
-        yield LayerReport(index, None, type(cache).__name__, "")
 
 
 def _stored(cache: KVFunStates) -> str:

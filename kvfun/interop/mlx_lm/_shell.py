@@ -9,13 +9,12 @@ import mlx_lm.models.cache as mlx_lm_cache
 
 from ... import caches as verbs
 from ... import planes as p
-from ... import tree
+from ... import storage, tree
 from ...caches import KV, Chain, Delayed, Rebased, Recurrent
 from ...codecs import Affine, Rope
 from ...errors import CorruptError
 from ...geometry import Geometry, Mask, Segments, mask_array
 from ...record import replace
-from . import _state
 from ._attention import is_routed
 from ._handed import Handed, remember
 
@@ -179,14 +178,14 @@ class KVFunCache:
         keys and values there; from 0.32.1 on all columns held, and their description.
         """
         if OLD_PROTOCOL:
-            planes = tuple(_state.dump(self.record, self.block)[1])
+            planes = tuple(storage.dump(self.record, self.block)[1])
             if not planes:  # an empty list would leave no trace in a file
                 return [mx.zeros(0)]
             if isinstance(self.record, Chain):
                 return list(planes)
             split = len(_parts(self.record)[0].keys)
             return [_plane(planes[:split]), _plane(planes[split:])]
-        header, planes = _state.dump(self.record)
+        header, planes = storage.dump(self.record)
         return [header, self._mode(), *planes]
 
     @state.setter
@@ -200,7 +199,7 @@ class KVFunCache:
     @property
     def meta_state(self):
         """The description of :attr:`state`, as mlx-lm up to 0.32.0 wants it."""
-        return (_state.dump(self.record, self.block)[0], self._mode())
+        return (storage.dump(self.record, self.block)[0], self._mode())
 
     @meta_state.setter
     def meta_state(self, strings) -> None:
@@ -284,7 +283,7 @@ def restored(strings: Any, planes: list[mx.array]) -> tuple[KV | Chain | Delayed
     """
     if len(strings) != 2 or strings[1] not in (PACKED, DECODED):
         raise CorruptError(f"not the state of a kvfun cache: {strings!r:.80}")
-    record, packed = _state.load(strings[0], planes), strings[1] == PACKED
+    record, packed = storage.load(strings[0], planes), strings[1] == PACKED
     if isinstance(record, Recurrent):
         raise CorruptError("the state of a recurrent layer where keys and values should be")
     if packed and not can_be_packed(record):

@@ -10,12 +10,11 @@ import mlx.core as mx
 import mlx_lm.models.cache as mlx_lm_cache
 
 from ... import caches as verbs
-from ... import tree
+from ... import storage, tree
 from ...caches import Recurrent, recurrent
 from ...caches._recurrent import counted, given_states, of_batch, with_states
 from ...errors import CorruptError
 from ...record import replace
-from . import _state
 from ._shell import OLD_PROTOCOL
 
 
@@ -186,7 +185,7 @@ class KVFunStates(mlx_lm_cache.ArraysCache):
     @property
     def state(self) -> Any:
         """All that must be evaluated or saved."""
-        header, arrays = _state.dump(self.record)
+        header, arrays = storage.dump(self.record)
         if OLD_PROTOCOL:  # an empty list would leave no trace in a file
             return arrays or [mx.zeros(0)]
         return [header, str(self.size_of_layer), *arrays]
@@ -201,7 +200,7 @@ class KVFunStates(mlx_lm_cache.ArraysCache):
     @property
     def meta_state(self) -> Any:
         """The description of :attr:`state`, as mlx-lm up to 0.32.0 wants it."""
-        return (_state.dump(self.record)[0], str(self.size_of_layer))
+        return (storage.dump(self.record)[0], str(self.size_of_layer))
 
     @meta_state.setter
     def meta_state(self, strings: Any) -> None:
@@ -245,7 +244,7 @@ def restored_states(strings: Any, arrays: list[mx.array]) -> tuple[int, Recurren
     """
     try:
         header, size = strings
-        record = _state.load(header, arrays)
+        record = storage.load(header, arrays)
         names = {str(index) for index in range(json.loads(size))}
     except (ValueError, TypeError) as error:
         raise CorruptError(f"not the state of a kvfun cache: {strings!r:.80}") from error

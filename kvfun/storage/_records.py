@@ -1,4 +1,4 @@
-"""A record as a string and a list of arrays, and back: what mlx-lm saves of a cache."""
+"""A record as a string and a list of arrays, and back."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import json
 import attrs
 import mlx.core as mx
 
-from ... import planes as p
-from ...caches import KV, Chain, Delayed, Layout, Rebased, Recurrent, rebased
-from ...caches._recurrent import Ahead
-from ...codecs import Codec, Rope, learnt_arrays, with_learnt
-from ...errors import CorruptError, UnsupportedError
-from ...geometry import Ageing, Geometry, Policy, Relayout, Row, round_up
+from .. import planes as p
+from ..caches import KV, Chain, Delayed, Layout, Rebased, Recurrent, rebased
+from ..caches._recurrent import Ahead
+from ..codecs import Codec, Rope, learnt_arrays, with_learnt
+from ..errors import CorruptError, UnsupportedError
+from ..geometry import Ageing, Geometry, Policy, Relayout, Row, round_up
 
 VERSION = 1
 
