@@ -237,11 +237,13 @@ class Geometry:
         relayout = Relayout.keeping(self.used, capacity)
         return relayout, Geometry(self.policy, capacity, self.rows)
 
-    def _compacted(self, taken: Sequence[tuple[int, int]]) -> tuple[Relayout, Geometry]:
-        """Drop what a write lets go, and align the ends."""
+    def _compacted(
+        self, taken: Sequence[tuple[int, int]], back: int = 0
+    ) -> tuple[Relayout, Geometry]:
+        """Drop what a write lets go (one of ``back`` tokens ago), and align the ends."""
         policy = self.policy
         assert policy.limit is not None
-        kept = [max(row.first, policy.kept(row.offset)) for row in self.rows]
+        kept = [max(row.first, policy.kept(row.offset - back)) for row in self.rows]
         rows, spans = _aligned(policy, self.rows, kept)
         total = max(self.end(row) for row in _further(rows, taken))
         capacity = policy.limit if total <= policy.limit else round_up(total)
@@ -250,11 +252,14 @@ class Geometry:
         return relayout, Geometry(policy, capacity, tuple(rows))
 
     def compacted(self) -> tuple[Relayout, Geometry]:
-        """Only the columns that a later query or rollback may ask for, and no spare ones."""
+        """Only the columns that a later query or rollback may ask for, and no spare ones.
+
+        Of what a window has let go a rollback of ``reserve`` tokens is kept, or of one.
+        """
         if self.policy.limit is None:
             relayout, after = Relayout.keeping(self.used, self.used), self
         else:
-            relayout, after = self._compacted(((0, 0),) * len(self.rows))
+            relayout, after = self._compacted(((0, 0),) * len(self.rows), back=1)
         capacity = max(1, after.used)  # what was ever written to has a buffer
         relayout = Relayout(capacity, relayout.rows)
         return relayout, Geometry(self.policy, capacity, _collapse(after.rows))

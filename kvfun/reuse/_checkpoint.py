@@ -50,7 +50,7 @@ def checkpoint(caches: Sequence[Any], companions: Sequence[Companion] = ()) -> C
     >>> k = mx.zeros((1, 2, 300, 64))
     >>> caches = [kvfun.append(kvfun.empty("plain", window=w), k, k) for w in (None, 8)]
     >>> here = checkpoint(caches)
-    >>> here.parts[0] is None, here.nbytes == 8 * 2 * 2 * 64 * 4
+    >>> here.parts[0] is None, here.nbytes == 9 * 2 * 2 * 64 * 4
     (True, True)
     >>> caches = [kvfun.append(cache, k, k) for cache in caches]
     >>> [kvfun.offsets(cache) for cache in resume(here, caches)]
