@@ -7,6 +7,7 @@ from ._delayed import Delayed, next_conversion, settle
 from ._empty import BLOCK, empty
 from ._extents import Extents, extents, own_columns, width
 from ._kv import KV, Layout, decoded
+from ._latent import Latent, Selection, attend_latent, index_scores, latent, select
 from ._ragged import Ragged, ragged
 from ._rebased import Rebased, rebased
 from ._recurrent import Recurrent, advance, finalize, prepare, recurrent
@@ -43,16 +44,19 @@ __all__ = [
     "Cross",
     "Delayed",
     "Extents",
+    "Latent",
     "Layout",
     "Ragged",
     "Rebased",
     "Recurrent",
+    "Selection",
     "View",
     "advance",
     "append",
     "attend",
     "attend_columns",
     "attend_cross",
+    "attend_latent",
     "attend_over",
     "batch_size",
     "calibrate",
@@ -67,7 +71,9 @@ __all__ = [
     "fetch_columns",
     "finalize",
     "fork",
+    "index_scores",
     "join",
+    "latent",
     "layout",
     "mask",
     "max_rollback",
@@ -81,6 +87,7 @@ __all__ = [
     "recurrent",
     "rollback",
     "seal",
+    "select",
     "settle",
     "size",
     "snapshot",

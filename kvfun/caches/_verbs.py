@@ -29,13 +29,14 @@ def _unknown(verb: str, cache: object) -> TypeError:
 
 
 @singledispatch
-def append(cache: Any, keys: Keys, values: Values) -> Any:
+def append(cache: Any, keys: Keys, values: Values, *more: Any) -> Any:
     """A new cache that also holds a block of tokens; the old one stays what it was.
 
     Args:
         cache: any cache record.
         keys: ``[batch, kv_heads, tokens, head_dim]``, after RoPE.
         values: ``[batch, kv_heads, tokens, value_dim]``.
+        more: what a record takes besides: a :class:`kvfun.Latent` with an index its index keys.
 
     Raises:
         ShapeError, DTypeError, CodecError: a block that does not fit, or cannot be encoded.

@@ -2,6 +2,7 @@
 
 from ._affine import BITS, GROUP_SIZES, Affine
 from ._centred import Centred
+from ._concatenated import Concatenated
 from ._learning import (
     calibrated,
     chosen,
@@ -35,6 +36,7 @@ __all__ = [
     "Affine",
     "Centred",
     "Codec",
+    "Concatenated",
     "Microscaled",
     "Plain",
     "Rope",

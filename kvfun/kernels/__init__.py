@@ -52,7 +52,8 @@ The sets:
 * :data:`COMPOSED`: MLX's fused attention on one decoded tile after the other;
 * :data:`GROUPED_HEADS`: one window of one shape of model, and a typed error for everything else.
 
-:func:`kernels_for` chooses one; any other dictionary can be passed instead.
+:func:`expanded` makes one for windows over latents. :func:`kernels_for` chooses one; any other
+dictionary can be passed instead.
 
 A query that sees nothing yields finite numbers, whatever hides the columns, and a log-sum-exp so
 low that :func:`merge` gives it no weight beside anything seen.
@@ -64,6 +65,7 @@ from ._composed import COMPOSED
 from ._deferred import DEFERRED, DEFERRED_COMPOSED, DENSE, UNCOMPOSED, deferred, densely
 from ._fused import FUSED
 from ._grouped_heads import GROUPED_HEADS
+from ._latent import expanded
 from ._merge import Partial, merge, sink_part
 from ._tiled import ALL_TILED, TILED, TILED_CAUSAL
 from ._unfused import UNFUSED
@@ -100,6 +102,7 @@ __all__ = [
     "committed",
     "deferred",
     "densely",
+    "expanded",
     "kernels_for",
     "merge",
     "multiplies_packed",

@@ -7,7 +7,7 @@ from functools import singledispatch
 
 import mlx.core as mx
 
-from ..codecs import Affine, Microscaled, VectorCodec
+from ..codecs import Affine, Concatenated, Microscaled, VectorCodec
 from ..planes import Planes
 from ..planes import columns as columns_of
 from ._odd_bits import PIECES, mix_bytes
@@ -155,6 +155,23 @@ def _(codec: Microscaled, queries: mx.array, planes: Planes) -> mx.array:
     if _decoded_faster(codec, queries):
         return scores.dispatch(object)(codec, queries, planes)
     return _quantized(codec, queries, planes, transpose=True)
+
+
+@scores.register
+def _(codec: Concatenated, queries: mx.array, planes: Planes) -> mx.array:
+    first, second = [
+        mx.pad(part, [(0, 0)] * 3 + [(0, side.width(dim) - dim)])
+        for part, side, dim in zip(
+            codec.parts(queries), (codec.first, codec.second), codec.dims, strict=True
+        )
+    ]
+    one = scores(codec.first, first, planes[: codec.split])
+    return one + scores(codec.second, second, after(planes[codec.split :], one))
+
+
+@tile_numbers.register
+def _(codec: Concatenated, planes: Planes) -> int:
+    return sum(codec.dims)
 
 
 @mix.register

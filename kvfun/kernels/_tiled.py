@@ -40,10 +40,15 @@ Reader = Callable[[mx.array, Codec, float, Sizes], Tile]
 """From queries, codec, scale and sizes, what reads the tiles one by one."""
 
 
-def in_tiles(name: str, reader: Reader) -> Kernel:
+def in_tiles(name: str, reader: Reader, numbers: int = 0) -> Kernel:
     """A kernel that reads one tile of columns after the other and merges what it has read.
 
     Milakov and Gimelshein, *Online normalizer calculation for softmax* (2018).
+
+    Args:
+        name: what errors call it.
+        reader: what reads a tile.
+        numbers: those that a column becomes while it is read, where that is more than a key has.
     """
 
     def kernel(
@@ -60,7 +65,7 @@ def in_tiles(name: str, reader: Reader) -> Kernel:
         sizes = sizes_of(queries, keys, sinks)
         hidden, read = by_columns(mask, sizes), reader(queries, codec, scale, sizes)
         done: Partial | None = None
-        size = tile_size(queries, sizes)
+        size = tile_size(queries, sizes, numbers)
         for start in range(0, sizes.columns, size):
             stop = min(start + size, sizes.columns)
             k, v = cut(keys, start, stop), cut(values, start, stop)
@@ -71,10 +76,11 @@ def in_tiles(name: str, reader: Reader) -> Kernel:
     return kernel
 
 
-def tile_size(queries: mx.array, sizes: Sizes) -> int:
+def tile_size(queries: mx.array, sizes: Sizes, numbers: int = 0) -> int:
     """Columns that are read at once."""
     batch, heads, length, head_dim = queries.shape
-    return tile_columns(batch * max(sizes.kv_heads * head_dim, heads * length), length)
+    most = max(sizes.kv_heads * head_dim, heads * length, numbers)
+    return tile_columns(batch * most, length)
 
 
 def in_blocks(kernel: Kernel) -> Kernel:

@@ -12,6 +12,7 @@ from ..caches import (
     Chain,
     Cross,
     Delayed,
+    Latent,
     Ragged,
     Rebased,
     Recurrent,
@@ -160,14 +161,14 @@ def _rejected(turn: Round, keep: int | Sequence[int]) -> int | list[int]:
     return rejected if many else rejected[0]
 
 
-_EXACT = (KV, Chain, Delayed, Ragged, Rebased)
+_EXACT = (KV, Chain, Delayed, Latent, Ragged, Rebased)
 """Records that can always take back their last append, whole."""
 
 
 @verbs.append.register(Round)
-def _append(turn: Round, keys: mx.array, values: mx.array) -> Round:
+def _append(turn: Round, keys: mx.array, values: mx.array, *more: Any) -> Round:
     _no_block_yet(turn)
-    cache = verbs.append(turn.cache, keys, values)
+    cache = verbs.append(turn.cache, keys, values, *more)
     tokens = keys.shape[2]
     _not_too_long(turn, tokens)
     if not isinstance(cache.inner if isinstance(cache, Cross) else cache, _EXACT):

@@ -7,8 +7,9 @@ import json
 import attrs
 import mlx.core as mx
 
+from .. import caches as verbs
 from .. import planes as p
-from ..caches import KV, Chain, Delayed, Layout, Rebased, Recurrent, rebased
+from ..caches import KV, Chain, Cross, Delayed, Latent, Layout, Rebased, Recurrent, rebased
 from ..caches._recurrent import Ahead
 from ..codecs import Codec, Rope, learnt_arrays, with_learnt
 from ..errors import CorruptError, UnsupportedError
@@ -17,7 +18,7 @@ from ..geometry import Ageing, Geometry, Policy, Relayout, Row, round_up
 VERSION = 1
 
 
-Record = KV | Chain | Delayed | Rebased | Recurrent
+Record = KV | Chain | Cross | Delayed | Latent | Rebased | Recurrent
 
 
 def dump(cache: Record, queries: int | None = None) -> tuple[str, list[mx.array]]:
@@ -34,6 +35,8 @@ def dump(cache: Record, queries: int | None = None) -> tuple[str, list[mx.array]
         header, planes = _dump_delayed(cache, queries)
     elif isinstance(cache, Recurrent):
         header, planes = _dump_recurrent(cache)
+    elif isinstance(cache, Latent | Cross):
+        header, planes = _dump_parts(cache)
     elif isinstance(cache, Rebased):
         said, planes = _dump(cache.inner, queries)
         header = {"kvfun": VERSION, "rebased": said, "traditional": cache.rope.traditional}
@@ -71,6 +74,19 @@ def _dump_recurrent(cache: Recurrent) -> tuple[dict, list[mx.array]]:
         "given": [[name, _name(dtype)] for name, dtype in cache.given],
     }
     return header, [cache.states[name] for name in names]
+
+
+def _dump_parts(cache: Latent | Cross) -> tuple[dict, list[mx.array]]:
+    """Of a record that consists of others, each as it is by itself."""
+    parts = [cache.inner, cache.index if isinstance(cache, Latent) else cache.encoded]
+    dumped = [dump(part) for part in parts if part is not None]
+    header = {
+        "kvfun": VERSION,
+        "parts": [json.loads(said) for said, _ in dumped],
+        "planes": [len(planes) for _, planes in dumped],
+        "sources": None if isinstance(cache, Latent) else list(cache.sources),
+    }
+    return header, [plane for _, planes in dumped for plane in planes]
 
 
 def _dump_chain(chain: Chain) -> tuple[dict, list[mx.array]]:
@@ -158,7 +174,36 @@ def load(header: str, planes: list[mx.array]) -> Record:
         return _load_rebased(said, planes)
     if "recurrent" in said:
         return _load_recurrent(said, planes)
+    if "parts" in said:
+        return _load_parts(said, planes)
     return _load_chain(said, planes) if "chain" in said else _load(said, planes)
+
+
+def _load_parts(said: dict, planes: list[mx.array]) -> Latent | Cross:
+    try:
+        counts, sources, parts, done = said["planes"], said["sources"], [], 0
+        for part, count in zip(said["parts"], counts, strict=True):
+            parts.append(load(json.dumps(part), planes[done : done + count]))
+            done += count
+        inner, *others = parts
+        if done != len(planes) or any(not isinstance(other, KV) for other in others):
+            raise ValueError(f"{len(planes)} planes where {counts} were saved")
+        if sources is None:
+            if len(others) > 1 or not isinstance(inner, KV):
+                raise ValueError(f"latents of {[type(part).__name__ for part in parts]}")
+            if any(other.geometry.rows != inner.geometry.rows for other in others):
+                raise ValueError("latents and index keys of different tokens")
+            return Latent(*parts)  # pyright: ignore
+        (encoded,) = others
+        if any(type(n) is not int or not 0 <= n < verbs.batch_size(encoded) for n in sources):
+            raise ValueError(f"sources {sources} of {verbs.batch_size(encoded)}")
+        if not sources or verbs.batch_size(inner) not in (1, len(sources)):
+            raise ValueError(f"{len(sources)} sources of {verbs.batch_size(inner)} rows")
+        return Cross(inner, encoded, tuple(sources))
+    except CorruptError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CorruptError(f"the state of a kvfun cache is damaged: {error}") from error
 
 
 def _load_recurrent(said: dict, arrays: list[mx.array]) -> Recurrent:

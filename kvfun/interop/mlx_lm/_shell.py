@@ -10,7 +10,7 @@ import mlx_lm.models.cache as mlx_lm_cache
 from ... import caches as verbs
 from ... import planes as p
 from ... import storage, tree
-from ...caches import KV, Chain, Delayed, Rebased, Recurrent
+from ...caches import KV, Chain, Delayed, Rebased
 from ...codecs import Affine, Rope
 from ...errors import CorruptError
 from ...geometry import Geometry, Mask, Segments, mask_array
@@ -284,8 +284,8 @@ def restored(strings: Any, planes: list[mx.array]) -> tuple[KV | Chain | Delayed
     if len(strings) != 2 or strings[1] not in (PACKED, DECODED):
         raise CorruptError(f"not the state of a kvfun cache: {strings!r:.80}")
     record, packed = storage.load(strings[0], planes), strings[1] == PACKED
-    if isinstance(record, Recurrent):
-        raise CorruptError("the state of a recurrent layer where keys and values should be")
+    if not isinstance(record, KV | Chain | Delayed | Rebased):
+        raise CorruptError(f"a {type(record).__name__} where keys and values should be")
     if packed and not can_be_packed(record):
         raise CorruptError(f"{record.codec.spec} planes cannot be handed out packed")
     return record, packed
