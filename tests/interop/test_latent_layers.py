@@ -70,7 +70,11 @@ def distinct(scores, top_k):
 
 def theirs(layer, cache, x):
     shared = cache[0] if isinstance(cache, mlx_lm_cache.CacheList) else cache
-    mask = shared.make_mask(x.shape[1], return_array=True, window_size=None) if x.shape[1] > 1 else None
+    mask = (
+        shared.make_mask(x.shape[1], return_array=True, window_size=None)
+        if x.shape[1] > 1
+        else None
+    )
     return layer(x, mask, cache)
 
 
