@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ..caches import empty
+from ..caches import empty, recurrent
 from ._assigned import RAW, Assignment
 from ._model import Model, Stream
 from ._scheme import KvScheme
@@ -14,8 +14,9 @@ from ._scheme import KvScheme
 class ModelCaches(tuple[Any, ...]):
     """A tuple of caches, one entry a layer, that also says what they are.
 
-    An entry is a cache, a tuple of them (what indexes the keys has one of its own), or ``None``
-    where the layer stores no keys and values.
+    An entry is a cache (a :class:`kvfun.Recurrent` where a layer has a state), a tuple of them
+    (what indexes the keys has one of its own, and so has a state beside keys and values), or
+    ``None`` where the layer keeps nothing of its own.
     """
 
     report: tuple[Assignment, ...]
@@ -50,10 +51,12 @@ def caches(model: Model, scheme: KvScheme | str, *, reserve: int = 0) -> ModelCa
 
 
 def _entry(scheme: KvScheme, each: Assignment, reserve: int) -> Any:
-    if each.spec is None:
-        return None
-    made = [made_of(scheme, each.spec, stream, reserve) for stream in each.layer.stored]
-    return made[0] if len(made) == 1 else tuple(made)
+    made: list[Any] = []
+    if each.spec is not None:
+        made = [made_of(scheme, each.spec, stream, reserve) for stream in each.layer.stored]
+    if each.layer.state is not None:
+        made.append(recurrent())
+    return (made[0] if made else None) if len(made) < 2 else tuple(made)
 
 
 def made_of(scheme: KvScheme, spec: str, stream: Stream, reserve: int = 0) -> Any:

@@ -36,11 +36,11 @@ def filled(model: Model, scheme: KvScheme, tokens: int, chunk: int, batch: int =
     made = []
     caches = s.caches(model, scheme)
     for layer, entry in zip(model.layers, caches, strict=True):
-        if entry is None:
-            continue
-        for stream, cache in zip(
-            layer.stored, entry if isinstance(entry, tuple) else (entry,), strict=True
-        ):
+        own = [] if entry is None else entry if isinstance(entry, tuple) else [entry]
+        states = [cache for cache in own if isinstance(cache, kvfun.Recurrent)]
+        assert len(states) == (layer.state is not None)
+        own = [cache for cache in own if not isinstance(cache, kvfun.Recurrent)]
+        for stream, cache in zip(layer.stored, own, strict=True):
             made.append((stream, appended(cache, stream, model, tokens, chunk, batch)))
     return made
 

@@ -393,8 +393,8 @@ def test_the_description_says_kinds_codecs_and_reasons():
 
 def test_caches_of_a_model():
     made = KvScheme.of("kv4-start16").caches(HYBRID.capped(20, sinks=4))
-    assert [type(each).__name__ for each in made] == ["Delayed", "Delayed", "NoneType", "Delayed"]
-    policies = [each.geometry.policy for each in made if each is not None]
+    assert [type(each).__name__ for each in made] == ["Delayed", "Delayed", "Recurrent", "Delayed"]
+    policies = [each.geometry.policy for each in made if hasattr(each, "geometry")]
     assert [(p.window, p.sinks) for p in policies] == [(32, 0), (16, 4), (16, 4)]
     assert [each.spec for each in made.report] == ["kv4", "kv4", None, "kv4"]
     assert made.report[1].kind == "full, the newest 16 and 4 sinks"
