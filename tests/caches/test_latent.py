@@ -94,7 +94,7 @@ def filled(draw, spec=None, index=None):
             "left_padding": draw(st.lists(st.integers(0, 3), min_size=batch, max_size=batch))
         }
     spec = draw(st.sampled_from(SPECS) if spec is None else spec)
-    cache = kvfun.latent(spec, index=index and draw(index), **options)
+    cache = kvfun.latent(spec, index=None if index is None else draw(index), **options)
     has_index = cache.index is not None
     tokens = draw(st.integers(1, 9))
     first = block(seed, batch, tokens)

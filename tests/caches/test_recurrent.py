@@ -326,6 +326,7 @@ def test_tokens_that_nobody_counted_are_not_made_up():
 
 def _settled():
     gc.collect()
+    mx.synchronize()
     mx.clear_cache()
     return mx.get_active_memory()
 

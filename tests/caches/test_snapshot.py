@@ -80,6 +80,7 @@ def filled(name, tokens=700):
 
 def settled():
     gc.collect()
+    mx.synchronize()
     mx.clear_cache()
     return mx.get_active_memory()
 
@@ -93,7 +94,7 @@ def test_it_keeps_nothing_of_the_cache_alive(name):
     size = kvfun.nbytes(kept)  # known before anything is computed
     mx.eval(tree.leaves(kept))
     del cache
-    assert settled() - base <= size + 8192
+    assert settled() - base <= size + 16_384
     assert sum(x.nbytes for x in tree.leaves(kept)) == size
 
 

@@ -86,6 +86,7 @@ def test_it_shares_no_buffer_with_the_caches():
     caches = read(model(), 1, 400)
     mx.eval(tree.leaves(caches))
     gc.collect()
+    mx.synchronize()
     mx.clear_cache()
     base = mx.get_active_memory() - tree.nbytes(caches)
     kept = checkpoint(caches)
@@ -93,8 +94,9 @@ def test_it_shares_no_buffer_with_the_caches():
     mx.eval(tree.leaves(kept))
     del caches
     gc.collect()
+    mx.synchronize()
     mx.clear_cache()
-    assert mx.get_active_memory() - base <= size + 8192
+    assert mx.get_active_memory() - base <= size + 16_384
 
 
 def test_what_cannot_be_gone_back_to():

@@ -86,6 +86,7 @@ def test_an_output_is_in_buffers_of_its_own():
     mx.eval(tree.leaves(store))
     before = mx.get_active_memory()
     del whole
+    mx.synchronize()
     mx.clear_cache()
     assert before - mx.get_active_memory() >= 8 * 5000 * 4
 
