@@ -132,12 +132,6 @@ def _resumed(part: Any, cache: Any, wanted: tuple[int, ...]) -> Any:
     more = [now - then for now, then in zip(have, wanted, strict=True)]
     if min(more) < 0:
         raise RollbackError(f"{have} tokens are there, not the {wanted} of the checkpoint")
-    if isinstance(cache, Delayed) and any(
-        floor > then for floor, then in zip(_floors(cache, len(wanted)), wanted, strict=True)
-    ):
+    if isinstance(cache, Delayed) and cache.floor > min(wanted):
         raise RollbackError(f"the cache was converted at {cache.floors} tokens, behind {wanted}")
     return rollback(cache, more)
-
-
-def _floors(cache: Delayed, batch: int) -> tuple[int, ...]:
-    return cache.floors if len(cache.floors) == batch else cache.floors * batch

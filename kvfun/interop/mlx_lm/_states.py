@@ -15,6 +15,7 @@ from ...caches import Recurrent, recurrent
 from ...caches._recurrent import counted, given_states, of_batch, with_states
 from ...errors import CorruptError
 from ...record import replace
+from ...recurrences import valid_columns
 from ._shell import OLD_PROTOCOL
 
 
@@ -89,11 +90,7 @@ class KVFunStates(mlx_lm_cache.ArraysCache):
     def make_mask(self, N: int) -> mx.array | None:
         """Which of the next columns are tokens, bool ``[batch, N]``; ``None`` where all are."""
         ahead = self.record.ahead
-        if ahead is None:
-            return None
-        column = mx.arange(N)
-        starts, stops = [mx.array([span[i] for span in _spans(ahead, N)]) for i in (0, 1)]
-        return (column >= starts[:, None]) & (column < stops[:, None])
+        return None if ahead is None else valid_columns(tuple([x.span(N) for x in ahead]), N)
 
     @property
     def lengths(self) -> mx.array | None:
@@ -225,10 +222,6 @@ class KVFunStates(mlx_lm_cache.ArraysCache):
 
     def __repr__(self) -> str:
         return f"KVFunStates({self.record!r})"
-
-
-def _spans(ahead: Any, columns: int) -> list[tuple[int, int]]:
-    return [each.span(columns) for each in ahead]
 
 
 def _numbers(x: Any) -> list[int]:
